@@ -40,6 +40,10 @@ def _kinds(rank: int, world: int):
         lambda i: tsd.matmul_reduce_scatter(shard(i, 2, 64 * world, 512), parts[rank], scatter_dim=1, **how),
     )
     yield "all-reduce", lambda i: tsd.matmul_all_reduce(shard(i, 64, 512), parts[rank], **how)
+    unfused = {"form": "unfused"}
+    yield "unfused gather", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns, **unfused)
+    yield "unfused sum", lambda i: tsd.matmul_reduce_scatter(shard(i, 256 * world, 512), parts[rank], **unfused)
+    yield "unfused all-reduce", lambda i: tsd.matmul_all_reduce(shard(i, 64, 512), parts[rank], **unfused)
     yield "all-reduce of one row", lambda i: tsd.matmul_all_reduce(shard(i, 1, 512), parts[rank], **how)
 
 

@@ -18,6 +18,7 @@ from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Product, ScaledRows, Shards
+from tilestream.distributed.unfused import UnfusedGather, can_repeat
 
 
 def plan_of(state: GroupState, request: Request) -> DistributedPlan:
@@ -102,6 +103,8 @@ def run(
                 rows, outs = copy_engines.gather_matmul(*of_call, plain)
         else:
             rows, outs = _gather_in_host_order(state, request, plan, shards, shard, products, seconds)
+            if plain is not None and can_repeat(plan, plain):
+                UnfusedGather.of(plain, a.device, request.out_dtype, request.fast_accum)
     shape = _gathered_shape(state, request)
     gathered = rows.view(shape) if request.return_a else a.new_empty(0)
     return gathered, [out.view(*shape[:-1], out.shape[-1]) for out in outs]

@@ -21,6 +21,7 @@ from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.reduce_scatter import travel_dtype
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import ALL_REDUCE, Request
+from tilestream.distributed.unfused import UnfusedAllReduce, can_repeat
 
 #: Reasons for the group's own all-reduce. docs/distributed.md has the arithmetic.
 UNMEASURED = "this shape class was not measured to be faster than the group's own all-reduce"
@@ -98,6 +99,8 @@ def run(states: list[GroupState], request: Request, key: object = None, plain: P
             with state.call():
                 agree(state, plan, a.device)
                 total = collective.all_reduce(state, total)
+        if plain is not None and request.reduce_op == "sum" and wide == dtype and can_repeat(plans[0], plain):
+            UnfusedAllReduce.of(plain, a.device, dtype, request.fast_accum, library)
         if request.reduce_op == "avg":
             total /= math.prod(state.world for state in states)
         if request.bias is not None:

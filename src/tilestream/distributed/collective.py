@@ -83,7 +83,7 @@ def all_gather(state: GroupState, shard: ScaledRows, gathered: ScaledRows) -> No
             state.group._allgather_base(staged, sent.cpu()).wait()
             received.copy_(staged)
         else:
-            _on_this_stream(state.group._allgather_base, received, sent, options=AllgatherOptions())
+            on_this_stream(state.group._allgather_base, received, sent, options=AllgatherOptions())
         if batches != 1:
             all_.copy_(into.transpose(0, 1))
 
@@ -94,7 +94,7 @@ def all_reduce(state: GroupState, x: torch.Tensor) -> torch.Tensor:
     if not x.numel() or state.world == 1:
         return x
     sent = x.to("cpu", torch.promote_types(x.dtype, torch.float32)) if _via_cpu(state, x) else x
-    _on_this_stream(state.group.allreduce, [sent], options=AllreduceOptions())
+    on_this_stream(state.group.allreduce, [sent], options=AllreduceOptions())
     return sent.to(x)
 
 
@@ -104,7 +104,7 @@ def reduce_scatter(state: GroupState, parts: torch.Tensor) -> torch.Tensor:
         return parts.new_empty(parts.shape[1:])
     sent = parts.cpu() if _via_cpu(state, parts) else parts
     out = sent.new_empty(parts.shape[1:])
-    _on_this_stream(state.group._reduce_scatter_base, out.view(-1), sent.view(-1), options=ReduceScatterOptions())
+    on_this_stream(state.group._reduce_scatter_base, out.view(-1), sent.view(-1), options=ReduceScatterOptions())
     return out.to(parts.device)
 
 
@@ -121,7 +121,8 @@ def all_to_all(state: GroupState, rows: torch.Tensor, sent: list[int], received:
     return theirs.to(rows.device).view(-1).view(rows.dtype).view(into.shape)
 
 
-def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:
+def on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:
+    """Issue a collective of the group behind the current stream's work; later work of the stream follows it."""
     # With asyncOp NCCL runs on its own stream, and two events connect the streams: 4 us a call on an H200.
     options.asyncOp = False
     work = collective(*operands, options)

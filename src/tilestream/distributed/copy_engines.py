@@ -47,7 +47,7 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
-from tilestream.distributed.repeats import PlainCall, Repeat
+from tilestream.distributed.repeats import PlainCall, ProgramRepeat
 from tilestream.distributed.shards import Product, ScaledRows, Shards
 from tilestream.distributed.slots import Form, is_brought, local_rows, place, push, slot_rows, slot_size, sources_of
 from tilestream.distributed.symmetric import PeerMemory
@@ -476,7 +476,7 @@ def _fill_nan(x: torch.Tensor) -> None:
     bits.fill_(torch.iinfo(bits.dtype).max)
 
 
-class GatherRepeat(Repeat):
+class GatherRepeat(ProgramRepeat):
     """Equal gathers of a contiguous shard that is pushed, without scales."""
 
     def __init__(self, queue: GatherQueue, shards: Shards) -> None:
@@ -515,8 +515,8 @@ class GatherRepeat(Repeat):
         kernels = [(launch, patches(i)) for i, launch in enumerate(launches)]
         self.keep(slot, 1 + 2 * count, (*before, *kernels, *behind))
 
-    def issue(self, call: PlainCall, program: NativeProgram, slot: int) -> list[torch.Tensor] | None:
-        """See `Repeat`: the products."""
+    def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> list[torch.Tensor] | None:
+        """See `ProgramRepeat`: the products."""
         a, arrival = call.a, self._arrivals[slot]
         assert arrival is not None
         shape = list(a.shape)

@@ -41,7 +41,7 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
-from tilestream.distributed.repeats import PlainCall, Repeat
+from tilestream.distributed.repeats import PlainCall, ProgramRepeat
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
@@ -353,7 +353,7 @@ class ReduceScatterQueue(CallQueue):
         self.flags.make_void(epoch)
 
 
-class SumRepeat(Repeat):
+class SumRepeat(ProgramRepeat):
     """Equal sums of a contiguous A, without scales and a bias.
 
     Parameters
@@ -422,8 +422,8 @@ class SumRepeat(Repeat):
     def _adds(self) -> list[Patch]:
         return [] if self._received is None else [Patch("parts", SECOND)]
 
-    def issue(self, call: PlainCall, program: NativeProgram, slot: int) -> torch.Tensor | None:
-        """See `Repeat`: the sum."""
+    def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> torch.Tensor | None:
+        """See `ProgramRepeat`: the sum."""
         a, (b,), received = call.a, call.bs, None if self._received is None else self._received()
         out = torch.empty(self._shape, dtype=self._dtype, device=a.device)
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()

@@ -31,6 +31,8 @@ Group = dist.ProcessGroup | DeviceMesh | None
 _NODE_SEPARATOR = " in each of "
 #: The most calls whose decisions a group keeps.
 _MOST_DECIDED = 1024
+#: The most views of its buffers that a group keeps.
+_MOST_VIEWS = 64
 #: The largest group that the ops take. Larger groups exceed one NVLink domain, or one host.
 MOST_RANKS = 8
 
@@ -72,6 +74,8 @@ class GroupState:
         self._backends: dict[str, str] = {}
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        #: By what a caller asks for: the buffer, and the view of it.
+        self._views: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -140,17 +144,26 @@ class GroupState:
             self._broken = reason
         # Calls in flight may still write to the buffers, so these are not reused (invariant 6).
         self._buffers.clear()
+        self._views.clear()
         return GroupBroken(self.name, self._broken)
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A named buffer, kept between calls, that grows with the largest problem. Hold `lock`."""
+        found, key = self._buffers.get(name), (name, shape, dtype, device)
+        seen = self._views.get(key)
+        if found is not None and seen is not None and seen[0] is found:
+            return seen[1]
         size = math.prod(shape) * dtype.itemsize
-        found = self._buffers.get(name)
         if found is None or found.numel() < size or found.device != device:
             with torch.inference_mode(False):
                 found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
             self._buffers[name] = found
-        return found[:size].view(dtype).view(shape)
+            self._views.clear()
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        view = found[:size].view(dtype).view(shape)
+        self._views[key] = found, view
+        return view
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Part, Shards
+from tilestream.distributed.unfused import UnfusedSum, can_repeat
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.limit import limit
 from tilestream.ops.publish import Publication, matmul_published
@@ -104,6 +105,8 @@ def run(state: GroupState, request: Request, key: object = None, plain: PlainCal
             whole = request.product(by_rank, bias=None, out_dtype=dtype).view(shards.shape)
             agree(state, plan, a.device)
             total = reduce_scatter(state, whole.transpose(0, 1).contiguous())  # a single batch needs no copy
+            if plain is not None and request.reduce_op == "sum" and can_repeat(plan, plain):
+                UnfusedSum.of(plain, a.device, dtype, request.fast_accum)
     return finish(request, total, state.world, dtype).view(shape)
 
 

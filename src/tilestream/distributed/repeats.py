@@ -126,14 +126,12 @@ class Repeat:
 
     Parameters
     ----------
-    queue
-        The call queue, with the epoch of the last call.
+    device
+        The calls' GPU.
     """
 
-    def __init__(self, queue: CallQueue) -> None:
-        self._calls, self._index = queue, queue.device.index
-        #: By slot.
-        self.programs: list[NativeProgram | None] = [None] * gather.SLOTS
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
         #: Calls that were repeated.
         self.count = 0
 
@@ -147,6 +145,36 @@ class Repeat:
                 repeats.clear()
             found = repeats[call.key] = cls(*given)
         return found
+
+    def run(self, call: PlainCall) -> Any:
+        """Issue the call; returns its result. None, with nothing issued, if it has to take the usual way."""
+        check_device(self._index)  # first, because an expiry says more than a broken group
+        if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
+            return None
+        with shutdown.call(), call.state.lock:
+            made = None if call.state.broken else self.issue(call)
+            self.count += made is not None
+            return made
+
+    def issue(self, call: PlainCall) -> Any:
+        """`run`, in the group's call."""
+        raise NotImplementedError
+
+
+class ProgramRepeat(Repeat):
+    """Equal calls that a call queue issues, each by one native program.
+
+    Parameters
+    ----------
+    queue
+        The call queue, with the epoch of the last call.
+    """
+
+    def __init__(self, queue: CallQueue) -> None:
+        super().__init__(queue.device)
+        self._calls = queue
+        #: By slot.
+        self.programs: list[NativeProgram | None] = [None] * gather.SLOTS
 
     def keep(self, slot: int, count: int, parts: Sequence[Part | str]) -> None:
         """Keep the program of a slot, if it can be repeated.
@@ -165,20 +193,12 @@ class Repeat:
             except ValueError as error:
                 logger.debug("no repeat: %s", error)
 
-    def run(self, call: PlainCall) -> Any:
-        """Issue the call; returns its result. None, with nothing issued, if it has to take the usual way."""
-        check_device(self._index)  # first, because an expiry says more than a broken group
-        if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
-            return None
-        with shutdown.call(), call.state.lock:
-            slot = self._calls.next_slot
-            program = self.programs[slot]
-            if program is None or call.state.broken:
-                return None
-            made = self.issue(call, program, slot)
-            self.count += made is not None
-            return made
+    def issue(self, call: PlainCall) -> Any:
+        """See `Repeat`."""
+        slot = self._calls.next_slot
+        program = self.programs[slot]
+        return None if program is None else self.issue_by(program, call, slot)
 
-    def issue(self, call: PlainCall, program: NativeProgram, slot: int) -> Any:
-        """`run`, in the group's call."""
+    def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> Any:
+        """Issue the call by the slot's program."""
         raise NotImplementedError

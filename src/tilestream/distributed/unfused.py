@@ -1,0 +1,76 @@
+"""Equal unfused calls on GPUs: NCCL's collective and a matmul, with few steps of Python. See `repeats`."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import AllreduceOptions, ReduceScatterOptions
+
+from tilestream.distributed.collective import on_this_stream
+from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.repeats import PlainCall, Repeat
+from tilestream.ops import native
+from tilestream.ops.request import Request, multiply
+
+
+def can_repeat(plan: DistributedPlan, call: PlainCall) -> bool:
+    """Whether an unfused call can be repeated: its rows are those of a contiguous matrix, and NCCL moves them."""
+    a = call.a
+    is_plain = plan.transport == "collective" and a.dim() == 2 and call.dim == 0 and a.is_contiguous()
+    return is_plain and a.numel() > 0 and call.state.world > 1 and call.state.backend("cuda") == "nccl"
+
+
+class _Unfused(Repeat):
+    """An unfused call, with the options of its products.
+
+    Parameters
+    ----------
+    library
+        Whether torch computes the product.
+    """
+
+    def __init__(
+        self, device: torch.device, out_dtype: torch.dtype | None, fast_accum: bool, library: bool = False
+    ) -> None:
+        super().__init__(device)
+        self._out_dtype, self._fast_accum, self._library = out_dtype, fast_accum, library
+
+    def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """``a @ b``."""
+        if self._library:
+            return torch.matmul(a, b)
+        of_call = {"out_dtype": self._out_dtype, "fast_accum": self._fast_accum}
+        made = native.product("matmul", a, b, **of_call)  # type: ignore[arg-type]
+        return multiply(Request("matmul", a, b, **of_call)) if made is None else made  # type: ignore[arg-type]
+
+
+class UnfusedGather(_Unfused):
+    """Equal unfused gathers along the first dimension."""
+
+    def issue(self, call: PlainCall) -> list[torch.Tensor]:
+        """See `Repeat`: the products."""
+        a, state = call.a, call.state
+        gathered = torch.empty((a.shape[0] * state.world, a.shape[1]), dtype=a.dtype, device=a.device)
+        on_this_stream(state.group._allgather_base, gathered, a, options=AllgatherOptions())
+        return [self.product(gathered, b) for b in call.bs]
+
+
+class UnfusedSum(_Unfused):
+    """Equal unfused sums along the first dimension."""
+
+    def issue(self, call: PlainCall) -> torch.Tensor:
+        """See `Repeat`: the sum."""
+        whole, state = self.product(call.a, call.bs[0]), call.state
+        out = torch.empty((whole.shape[0] // state.world, whole.shape[1]), dtype=whole.dtype, device=whole.device)
+        on_this_stream(state.group._reduce_scatter_base, out, whole, options=ReduceScatterOptions())
+        return out
+
+
+class UnfusedAllReduce(_Unfused):
+    """Equal unfused all-reduces."""
+
+    def issue(self, call: PlainCall) -> torch.Tensor:
+        """See `Repeat`: the sum."""
+        whole = self.product(call.a, call.bs[0])
+        on_this_stream(call.state.group.allreduce, [whole], options=AllreduceOptions())
+        return whole

@@ -1,0 +1,218 @@
+"""Which calls between ranks may repeat an earlier one, and what a repeat is found by."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilestream.distributed import dispatch, repeats, unfused
+from tilestream.distributed.repeats import PlainCall, Repeat, plain_call
+from tilestream.launch.cache import launch_cache
+from tilestream.ops import native
+
+A, B = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.bfloat16)
+
+
+def numbered(*tensors: torch.Tensor) -> int:
+    """As the extension's: one number for one layout."""
+    layouts = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
+    return hash(layouts) % (1 << 30) + 1
+
+
+@pytest.fixture
+def state(monkeypatch):
+    made = SimpleNamespace(
+        repeats={}, broken=False, lock=threading.Lock(), world=2, timeout=lambda kind: 600.0,
+        backend=lambda kind: "nccl",
+    )  # fmt: skip
+    monkeypatch.setattr(repeats, "known_state", lambda group: made)
+    monkeypatch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=numbered))
+    monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def plain(a=A, b=B, dim=0, deadline=None, *options):
+    return plain_call("all_gather_matmul", None, a, b, dim, deadline, *options)
+
+
+def test_equal_calls_have_one_key(state):
+    one, other = plain(A, B, 0, 1.0, "auto", None), plain(torch.ones_like(A), B.clone(), 0, 2, "auto", None)
+    assert one.key == other.key
+    assert (one.seconds, other.seconds, plain().seconds) == (1.0, 2.0, 600.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": torch.zeros(6, 4, dtype=torch.bfloat16)}, {"b": torch.zeros(2, 4, dtype=torch.bfloat16).t()},
+        {"b": [B]}, {"b": [B, B]}, {"dim": -2}, {"deadline": 1.0}, {"a": A.half(), "b": B.half()},
+    ],
+    ids=["rows", "strides", "a list", "two products", "dim", "a deadline", "dtype"],
+)  # fmt: skip
+def test_other_calls_have_other_keys(state, other):
+    assert plain(**other).key != plain().key
+
+
+def test_options_and_the_generation_of_plans_are_in_the_key(state):
+    keys = {plain(A, B, 0, None, *options).key for options in (("auto",), ("fused",), ("auto", True), ("auto", None))}
+    launch_cache.clear()
+    keys.add(plain(A, B, 0, None, "auto").key)
+    assert len(keys) == 5
+
+
+GRADIENT = A.clone().requires_grad_()
+BLOCKS = {
+    "a trial": lambda: dispatch.trial(True, 1),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a mode": torch._subclasses.FakeTensorMode,
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": A.float()}, {"a": torch.zeros(8, 4, dtype=torch.float64)}, {"a": [1]}, {"b": []}, {"b": [B] * 5},
+        {"b": [B, None]}, {"dim": True}, {"dim": 0.0}, {"deadline": "1"}, {"deadline": -1.0},
+        {"deadline": float("inf")}, {"a": GRADIENT}, {"b": GRADIENT},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_takes_the_usual_way(state, given):
+    assert plain(**given) is None
+
+
+def test_an_option_of_another_type_takes_the_usual_way(state):
+    assert plain(A, B, 0, None, 1) is None, "the usual way says what is wrong with it"
+
+
+def test_without_gradients_a_parameter_may_repeat(state):
+    with torch.no_grad():
+        assert plain(GRADIENT, B) is not None
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_that_has_to_see_the_call_takes_the_usual_way(state, name):
+    with BLOCKS[name]():
+        assert plain() is None
+    assert plain() is not None
+
+
+def test_a_limit_a_profiler_and_a_blocking_launch_take_the_usual_way(state, monkeypatch):
+    for name, value in (("limit", lambda: 4), ("_blocks", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(repeats, name, value)
+            assert plain() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(native._loaded, "watched", lambda: True)
+        assert plain() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(native._loaded, "extension", None)
+        assert plain() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=lambda *_: 0))
+        assert plain() is None, "torch's dispatcher has to see it"
+    assert plain() is not None
+
+
+class Known(Repeat):
+    """Says which calls it was given."""
+
+    def issue(self, call):
+        return call.a.sum()
+
+
+def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
+    call = plain()
+    assert call.repeated() is None
+    made = Known.of(call, torch.device("cpu"))
+    assert Known.of(call, torch.device("cpu")) is made
+    assert call.repeated() == 0
+    assert plain(dim=1).repeated() is None
+    assert made.count == 1
+    state.broken = True
+    assert call.repeated() is None, "the usual way raises"
+    state.broken = False
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert call.repeated() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        assert call.repeated() is None
+    assert call.repeated() == 0
+    assert made.count == 2
+
+
+def test_repeats_are_bounded(state, monkeypatch):
+    monkeypatch.setattr(repeats, "_MOST_REPEATS", 3)
+    for i in range(8):
+        Known.of(PlainCall(state, (i,), A, (B,), 0, None), torch.device("cpu"))
+        assert 1 <= len(state.repeats) <= 3
+
+
+class Collectives:
+    """A group that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, torch.Tensor, torch.Tensor | None]] = []
+
+    def _allgather_base(self, into, shard, options):
+        assert not options.asyncOp
+        self.asked.append(("gather", into, shard))
+        into.copy_(torch.cat([shard, 2 * shard]))
+
+    def _reduce_scatter_base(self, out, whole, options):
+        self.asked.append(("scatter", out, whole))
+        out.copy_(whole[: len(out)])
+
+    def allreduce(self, tensors, options):
+        self.asked.append(("reduce", tensors[0], None))
+        tensors[0].mul_(2)
+
+
+@pytest.fixture
+def group(state, monkeypatch):
+    state.group = Collectives()
+    monkeypatch.setattr(native, "product", lambda op, a, b, **how: a @ b)
+    return state.group
+
+
+def test_unfused_calls_are_a_collective_and_products(state, group):
+    a, b = torch.randn(8, 4, dtype=torch.bfloat16), torch.randn(4, 2, dtype=torch.bfloat16)
+    whole = torch.cat([a, 2 * a])
+    call, device = plain(a, [b, b[:, :1]]), torch.device("cpu")
+    unfused.UnfusedGather.of(call, device, None, True)
+    for out, right in zip(call.repeated(), (b, b[:, :1]), strict=True):
+        torch.testing.assert_close(out, whole @ right)
+    state.repeats.clear()
+    call = plain(a, b)
+    unfused.UnfusedSum.of(call, device, None, True)
+    torch.testing.assert_close(call.repeated(), (a @ b)[:4])
+    state.repeats.clear()
+    for library in (False, True):
+        state.repeats.clear()
+        unfused.UnfusedAllReduce.of(call, device, None, True, library)
+        torch.testing.assert_close(call.repeated(), 2 * (a @ b))
+    assert [one[0] for one in group.asked] == ["gather", "scatter", "reduce", "reduce"]
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [
+        ({}, True), ({"transport": "symmetric memory"}, False), ({"a": A.t()}, False), ({"a": A.view(2, 4, 4)}, False),
+        ({"dim": 1}, False), ({"a": A[:0]}, False), ({"world": 1}, False), ({"backend": "gloo"}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_unfused_calls_can_be_repeated(state, change, may):
+    with contextlib.suppress(KeyError):
+        state.world = change["world"]
+    state.backend = lambda kind: change.get("backend", "nccl")
+    call = PlainCall(state, (), change.get("a", A), (B,), change.get("dim", 0), None)
+    assert unfused.can_repeat(SimpleNamespace(transport=change.get("transport", "collective")), call) == may
