@@ -30,6 +30,8 @@ def _kinds(rank: int, world: int):
     yield "gather along 1", lambda i: tsd.all_gather_matmul(shard(i, 2, 64, 512), columns[0], gather_dim=1, **how)
     yield "transposed b", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), random(5, 256, 512).t(), **how)
     yield "float32 out", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns[0], out_dtype=torch.float32, **how)
+    wide = random(9, 8192, 3584)  # the table has such gathers pulled
+    yield "pulled gather", lambda i: tsd.all_gather_matmul(shard(i, 4096 // world, 8192), wide, **how)
     yield "sum", lambda i: tsd.matmul_reduce_scatter(shard(i, 256 * world, 512), parts[rank], **how)
     yield (
         "average",

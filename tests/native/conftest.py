@@ -56,6 +56,7 @@ class Driver:
         self.library.fake_launches.restype = self.library.fake_launch.restype = ctypes.c_int64
         self.library.fake_function.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64)
         self.library.fake_launch.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
+        self.library.fake_note.argtypes = (ctypes.c_int, *[ctypes.c_uint64] * 4)
         self.library.fake_thread.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_ulonglong, ctypes.c_void_p)
 
     def function(self, handle: int, sizes: list[int]) -> None:

@@ -159,6 +159,8 @@ int64_t fake_operations(Operation* found, int64_t room) {
   return count;
 }
 
+void fake_note(int kind, uint64_t a, uint64_t b, uint64_t c, uint64_t d) { note(kind, a, b, c, d); }
+
 int64_t fake_destroyed() { return static_cast<int64_t>(destroyed.size()); }
 
 int32_t aoti_torch_get_current_cuda_stream(int32_t, void** found) {

@@ -19,7 +19,7 @@ from test_native_program import LAUNCH, operations
 import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.protocols import gather
-from tilestream.distributed import slots
+from tilestream.distributed import call_queue, slots
 from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
 from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat
 from tilestream.distributed.one_shot import AllReduceQueue
@@ -51,6 +51,7 @@ def cuda(extension, libraries, monkeypatch):
         for module in (sequence, native_program):
             monkeypatch.setattr(module, "library", lambda: found)
         monkeypatch.setattr(native_program, "error_name", str)
+        monkeypatch.setattr(call_queue.Watchdog, "wake", lambda self: None)
         on_fake_gpu(monkeypatch, extension)
         yield made
 
@@ -94,24 +95,32 @@ class Gathers:
 
     shards = Shards(1, 2, 8, 64, parts=2)
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, way: str = "push") -> None:
         self.state, self.queue = state, GatherQueue(state, DEVICE, Memory(2, 16 * 64 * 2, 16).of(0))
-        self.brings = False
+        self.way, self.brings = way, False
 
     def usual(self, a: torch.Tensor, *bs: torch.Tensor) -> list[torch.Tensor]:
-        repeat = GatherRepeat.of(plain(self.state, a, *bs), self.queue, self.shards)
+        repeat = GatherRepeat.of(plain(self.state, a, *bs), self.queue, self.shards, self.way)
 
         def compute(slot: ScaledRows, arrival: ts.Arrival) -> list[torch.Tensor]:
             if self.brings:
                 arrival._signals.local_rows.bring()
             return [ts.matmul(slot.data.view(16, 64), b, arrival=arrival, deadline=7.0) for b in bs]
 
-        return self.queue.issue(self.shards, ScaledRows(a.view(1, 8, 64), None), None, compute, 7.0, "push", repeat)
+        return self.queue.issue(self.shards, ScaledRows(a.view(1, 8, 64), None), None, compute, 7.0, self.way, repeat)
 
 
+@pytest.mark.parametrize("way", ["push", "pull"])
 @pytest.mark.parametrize("count", [1, 2], ids=["one product", "two products"])
-def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(state, python_calls, driver, count):  # noqa: F811
-    gathers, bs, others = Gathers(state), *([zeros(64, 32 + 8 * i) for i in range(count)] for _ in range(2))
+def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(
+    state, python_calls, driver, monkeypatch, count, way  # noqa: F811
+):  # fmt: skip
+    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
+        """What the usual way copies by torch, as the operation of a program."""
+        driver.library.fake_note(COPY_ACROSS, 0, to.data_ptr(), source.data_ptr(), source.nbytes)
+
+    monkeypatch.setattr(slots, "copy", copied)
+    gathers, bs, others = Gathers(state, way), *([zeros(64, 32 + 8 * i) for i in range(count)] for _ in range(2))
     for _ in range(1 + gather.SLOTS):
         gathers.usual(zeros(8, 64), *bs)
     made = len(python_calls)
@@ -125,7 +134,9 @@ def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(state, python_ca
         usual = gathers.usual(other, *others)
         assert repeated == Asked.of(driver).with_outputs(usual, outs)
         assert len(repeated.launches) == count
-        assert {one[0] for one in repeated.operations} == {COPY_ACROSS, WRITE, RECORD, WAIT_EVENT, LAUNCH}
+        waits = {WAIT} if way == "pull" else set()
+        assert {one[0] for one in repeated.operations} == {COPY_ACROSS, WRITE, RECORD, WAIT_EVENT, LAUNCH} | waits
+        assert gathers.queue._pending is None
     assert len(python_calls) == made, "no launch was Python's"
     assert state.repeats["key",].count == 2 * gather.SLOTS
 

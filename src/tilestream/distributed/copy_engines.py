@@ -52,7 +52,7 @@ from tilestream.distributed.shards import Product, ScaledRows, Shards
 from tilestream.distributed.slots import Form, is_brought, local_rows, place, push, slot_rows, slot_size, sources_of
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.launch.gate import bounds_of
-from tilestream.launch.native_program import Launched, NativeProgram, Patch, ProgramError, keeping
+from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, ProgramError, keeping
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import CopyAcross, Operand, Record, Wait, WaitEvent, Write
 from tilestream.runtime.sequence import Sequence as OperationSequence
@@ -213,9 +213,12 @@ class GatherQueue(CallQueue):
                 at = epoch % gather.SLOTS
                 with keeping() as launches:
                     outs = compute(slot, arrival)
-                if own is not None and shard.scales is None:
-                    brings = [self._bring(form, at)] if is_brought(own) else []
-                    repeat.learn(at, arrival, (*program, *brings), self._finish[at], launches, outs)
+                if shard.data.is_contiguous() and shard.scales is None:
+                    bring = self._bring(form, at)
+                    fills = {"fill": [bring], "await peers": []}
+                    before = [x for part in program for x in (fills[part] if isinstance(part, str) else [part])]
+                    before += [bring] if own is not None and is_brought(own) else []
+                    repeat.learn(at, arrival, before, self._finish[at], launches, outs)
             del self._without_kernel[epoch]
             if gathered is not None:
                 take_out(gathered, slot.data, signals, shards, self._nan)
@@ -224,18 +227,17 @@ class GatherQueue(CallQueue):
         finally:  # without a kernel, too, so that the peers get their rows
             signals.local_rows = None  # drops the reference to the caller's tensor
             missing = self._end(epoch, overrule, handle)
+        _void(missing, outs, shards)
         for rank in missing:
-            for out in outs:
-                out.view(*shards.shape[:-1], out.shape[-1])[:, rank].fill_(math.nan)
             if gathered is not None:
                 _fill_nan(gathered[:, rank])
         return outs
 
     def repeat(
         self, program: NativeProgram, known: Arrival, shards: Shards, shard: torch.Tensor, addresses: Sequence[int],
-        seconds: float,
-    ) -> bool:  # fmt: skip
-        """Issue a pushed call with all its kernels by a program.
+        seconds: float, way: gather.Way,
+    ) -> list[int] | None:  # fmt: skip
+        """Issue a call with all its kernels by a program.
 
         Parameters
         ----------
@@ -248,20 +250,27 @@ class GatherQueue(CallQueue):
 
         Returns
         -------
-        bool
-            False if nothing was issued: the stream lacks the words of a launch, or the slot has other signals now.
+        list of int or None
+            The ranks that were given up during the issue. None if nothing was issued: the stream lacks the words of a
+            launch, or the slot has other signals now.
         """
         epoch, index = self.begin(), shard.get_device()
         arrival = self.arrival(shards, epoch)
         signals, stream = _signals(arrival), torch._C._cuda_getCurrentRawStream(index)
         shard.record_stream(torch.cuda.current_stream(self.device))  # as in `issue`
         allowed, _ = bounds_of(seconds, self.op)
+        if arrival is not known:
+            self.take_back(epoch)
+            return None
+        if way == "pull":
+            self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
+            self._watchdog.wake()
         try:
-            if arrival is not known or not program.issue(
-                index, stream, epoch, shard.data_ptr(), 0, allowed, *addresses
-            ):
+            if not program.issue(index, stream, epoch, shard.data_ptr(), 0, allowed, *addresses):
+                with self._lock:
+                    self._pending = None
                 self.take_back(epoch)
-                return False
+                return None
         except ProgramError as error:
             if not error.parts:  # peers may wait for the rest of the call
                 self._abort_half_issued(error)
@@ -270,15 +279,16 @@ class GatherQueue(CallQueue):
             if error.parts + 1 < len(program):
                 self._end(epoch, signals.overrule, stream)
             raise
-        events = self._events[epoch % gather.SLOTS]
-        self.track(IssuedCall(epoch, signals.overrule, events.kernel, events.end, epoch))
-        return True
+        return self._watch(epoch, signals.overrule)
 
     def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
         """Issue the program after the kernel. Returns the ranks that were given up during the issue."""
-        slot = epoch % gather.SLOTS
-        issue(self._finish[slot], (calling, epoch, 0, 0), {})
-        events = self._events[slot]
+        issue(self._finish[epoch % gather.SLOTS], (calling, epoch, 0, 0), {})
+        return self._watch(epoch, overrule)
+
+    def _watch(self, epoch: int, overrule: Callable[[BaseException], None]) -> list[int]:
+        """Have the watchdog watch an issued call. Returns the ranks that were given up during the issue."""
+        events = self._events[epoch % gather.SLOTS]
         self.track(IssuedCall(epoch, overrule, events.kernel, events.end, epoch))
         with self._lock:  # from here on the watchdog treats it as a call in flight
             pending, self._pending = self._pending, None
@@ -471,17 +481,24 @@ def _bits(x: torch.Tensor) -> torch.dtype:
     return torch.int8 if x.element_size() == 1 else torch.int16
 
 
+def _void(ranks: list[int], outs: list[torch.Tensor], shards: Shards) -> None:
+    """Make the rows of these ranks NaN."""
+    for rank in ranks:
+        for out in outs:
+            out.view(*shards.shape[:-1], out.shape[-1])[:, rank].fill_(math.nan)
+
+
 def _fill_nan(x: torch.Tensor) -> None:
     bits = x.view(_bits(x))
     bits.fill_(torch.iinfo(bits.dtype).max)
 
 
 class GatherRepeat(ProgramRepeat):
-    """Equal gathers of a contiguous shard that is pushed, without scales."""
+    """Equal gathers of a contiguous shard, without scales."""
 
-    def __init__(self, queue: GatherQueue, shards: Shards) -> None:
+    def __init__(self, queue: GatherQueue, shards: Shards, way: gather.Way) -> None:
         super().__init__(queue)
-        self._queue, self._shards = queue, shards
+        self._queue, self._shards, self._way = queue, shards, way
         #: By slot: the arrival that its program waits for.
         self._arrivals: list[Arrival | None] = [None] * gather.SLOTS
         #: Of each product, its columns; and the dtype of all.
@@ -489,7 +506,7 @@ class GatherRepeat(ProgramRepeat):
         self._dtype = torch.bfloat16
 
     def learn(
-        self, slot: int, arrival: Arrival, before: Program, behind: Program, launches: list[Launched],
+        self, slot: int, arrival: Arrival, before: Sequence[Part], behind: Program, launches: list[Launched],
         outs: list[torch.Tensor],
     ) -> None:  # fmt: skip
         """Prepare a slot, from a call that the queue has issued.
@@ -523,7 +540,11 @@ class GatherRepeat(ProgramRepeat):
         shape[call.dim] *= self._shards.world
         outs = [torch.empty((*shape[:-1], n), dtype=self._dtype, device=a.device) for n in self._columns]
         addresses = [x.data_ptr() for x in (*call.bs, *outs)]
-        return outs if self._queue.repeat(program, arrival, self._shards, a, addresses, call.seconds) else None
+        missing = self._queue.repeat(program, arrival, self._shards, a, addresses, call.seconds, self._way)
+        if missing is None:
+            return None
+        _void(missing, outs, self._shards)
+        return outs
 
 
 def gather_matmul(
@@ -540,8 +561,8 @@ def gather_matmul(
         queue = GatherQueue.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
         repeat = None
-        if plain is not None and gathered is None and plan.decision.way == "push":
-            repeat = GatherRepeat.of(plain, queue, shards)
+        if plain is not None and gathered is None:
+            repeat = GatherRepeat.of(plain, queue, shards, plan.decision.way)
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
             a = rows.data.view(shards.total, shards.width)
