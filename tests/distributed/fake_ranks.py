@@ -91,6 +91,7 @@ class GroupState:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.name, self.why, self.told = rank, world, "tp", None, Told()
         self.repeats: dict[object, object] = {}
+        self.repeated = 0
 
     @property
     def broken(self) -> bool:

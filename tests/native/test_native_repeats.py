@@ -138,7 +138,7 @@ def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(
         assert {one[0] for one in repeated.operations} == {COPY_ACROSS, WRITE, RECORD, WAIT_EVENT, LAUNCH} | waits
         assert gathers.queue._pending is None
     assert len(python_calls) == made, "no launch was Python's"
-    assert state.repeats["key",].count == 2 * gather.SLOTS
+    assert state.repeated == 2 * gather.SLOTS
 
 
 def test_rows_that_a_kernel_reads_in_the_slot_are_copied_there(state, python_calls, driver, monkeypatch):  # noqa: F811
@@ -221,7 +221,7 @@ def test_a_repeated_sum_asks_for_what_the_usual_way_asks_for(state, extension, d
         assert recorded == [one for one in asked.operations if one[0] != RECORD]
         assert repeated.launches == asked.launches
         assert len(asked.launches) == 2
-    assert state.repeats["key",].count == 2 * gather.SLOTS
+    assert state.repeated == 2 * gather.SLOTS
 
 
 def test_a_call_that_nothing_was_issued_of_takes_the_usual_way(state, extension, driver, cuda, python_calls):  # noqa: F811

@@ -71,6 +71,8 @@ class GroupState:
         self._decided: dict[object, Any] = {}
         #: By the key of plain calls: see `tilestream.distributed.repeats`.
         self.repeats: dict[object, Any] = {}
+        #: Calls that were repeated.
+        self.repeated = 0
         self._backends: dict[str, str] = {}
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}

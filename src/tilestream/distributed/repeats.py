@@ -132,8 +132,6 @@ class Repeat:
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
-        #: Calls that were repeated.
-        self.count = 0
 
     @classmethod
     def of(cls: type[R], call: PlainCall, *given: Any) -> R:
@@ -153,7 +151,7 @@ class Repeat:
             return None
         with shutdown.call(), call.state.lock:
             made = None if call.state.broken else self.issue(call)
-            self.count += made is not None
+            call.state.repeated += made is not None
             return made
 
     def issue(self, call: PlainCall) -> Any:
