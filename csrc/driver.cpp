@@ -62,6 +62,7 @@ bool look_up_sequences(void* library, bool is_hip, Driver& made) {
            look_up(library, "hipStreamWriteValue32", hip_write) &&
            look_up(library, "hipStreamWaitValue32", hip_wait) &&
            look_up(library, "hipEventRecord", made.record_event) &&
+           look_up(library, "hipEventSynchronize", made.await_event) &&
            look_up(library, "hipStreamWaitEvent", made.wait_event);
   }
   return look_up(library, "cuMemcpyHtoDAsync_v2", made.copy_in) &&
@@ -69,6 +70,7 @@ bool look_up_sequences(void* library, bool is_hip, Driver& made) {
          look_up(library, "cuStreamWriteValue32_v2", made.write) &&
          look_up(library, "cuStreamWaitValue32_v2", made.wait) &&
          look_up(library, "cuEventRecord", made.record_event) &&
+         look_up(library, "cuEventSynchronize", made.await_event) &&
          look_up(library, "cuStreamWaitEvent", made.wait_event);
 }
 

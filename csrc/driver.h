@@ -48,6 +48,7 @@ struct Driver {
   int (*write)(void* stream, uint64_t address, uint32_t value, unsigned flags) = nullptr;
   int (*wait)(void* stream, uint64_t address, uint32_t value, unsigned flags) = nullptr;  // until it is at least value
   int (*record_event)(void* event, void* stream) = nullptr;
+  int (*await_event)(void* event) = nullptr;  // on the host
   int (*wait_event)(void* stream, void* event, unsigned flags) = nullptr;  // null if one of these is missing
 
   bool issues_sequences() const { return wait_event != nullptr; }

@@ -8,12 +8,20 @@
 namespace tilestream {
 namespace {
 
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 constexpr size_t kMaxOperations = 1 << 16, kMaxSlots = 1 << 12, kHead = 2, kIntegers = 9;
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(std::string("sequence: ") + why); }
 
 void* pointer(uint64_t value) { return reinterpret_cast<void*>(value); }
+
+// Whether one of `count` words, `stride` bytes apart, is greater than `most`. GPUs may write them now.
+bool is_any_greater(uint64_t address, uint64_t stride, uint64_t count, int64_t most) {
+  for (uint64_t i = 0; i < count; i++) {
+    if (*reinterpret_cast<const volatile int64_t*>(address + i * stride) > most) return true;
+  }
+  return false;
+}
 
 }  // namespace
 
@@ -27,7 +35,7 @@ Sequence::Sequence(std::span<const int64_t> integers) {
   if (count > kMaxOperations) refuse("too many operations");
   operations_.reserve(count);
   for (auto left = integers.subspan(kHead); !left.empty(); left = left.subspan(kIntegers)) {
-    if (left[0] < 0 || left[0] > static_cast<int64_t>(Kind::kWaitEvent)) refuse("a kind of operation is unknown");
+    if (left[0] < 0 || left[0] > static_cast<int64_t>(Kind::kCheck)) refuse("a kind of operation is unknown");
     Operation made{static_cast<Kind>(left[0]), {}};
     for (size_t i = 0; i < made.operands.size(); i++) {
       const int64_t slot = left[1 + 2 * i];
@@ -48,7 +56,7 @@ size_t Sequence::issue(std::span<const uint64_t> slots, size_t first, int* code)
       const auto& [slot, constant] = operation.operands[operand];
       return slot < 0 ? constant : slots[static_cast<size_t>(slot)] + constant;
     };
-    void* const stream = pointer(value(0));
+    void* const stream = pointer(value(0));  // or what the operation has in its place
     switch (operation.kind) {
       case Kind::kCopyIn:
         *code = gpu.copy_in(value(1), pointer(value(2)), value(3), stream);
@@ -67,6 +75,12 @@ size_t Sequence::issue(std::span<const uint64_t> slots, size_t first, int* code)
         break;
       case Kind::kWaitEvent:
         *code = gpu.wait_event(stream, pointer(value(1)), 0);
+        break;
+      case Kind::kAwaitEvent:
+        *code = gpu.await_event(stream);
+        break;
+      case Kind::kCheck:
+        if (is_any_greater(value(0), value(1), value(2), static_cast<int64_t>(value(3)))) *code = kStopped;
         break;
     }
     if (*code != kSuccess) return i;

@@ -21,11 +21,14 @@ class Sequence {
   // graph. A forked process issues nothing.
   size_t issue(std::span<const uint64_t> slots, size_t first, int* code) const;
 
+  // The code of an operation that stops the issue: a word of host memory is greater than it may be.
+  static constexpr int kStopped = -3;
+
   size_t size() const { return operations_.size(); }
   size_t slots() const { return slots_; }
 
  private:
-  enum class Kind : int64_t { kCopyIn, kCopyAcross, kWrite, kWait, kRecord, kWaitEvent };
+  enum class Kind : int64_t { kCopyIn, kCopyAcross, kWrite, kWait, kRecord, kWaitEvent, kAwaitEvent, kCheck };
 
   struct Operand {
     int64_t slot;  // negative: none

@@ -91,7 +91,7 @@ class GroupState:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.name, self.why, self.told = rank, world, "tp", None, Told()
         self.repeats: dict[object, object] = {}
-        self.repeated = 0
+        self.repeated, self.broken_word = 0, ctypes.c_int64(0)
 
     @property
     def broken(self) -> bool:
@@ -102,7 +102,7 @@ class GroupState:
             raise GroupBroken(self.name, self.why)
 
     def break_(self, why: str) -> GroupBroken:
-        self.why = self.why or why
+        self.why, self.broken_word.value = self.why or why, 1
         return GroupBroken(self.name, self.why)
 
 

@@ -88,8 +88,9 @@ def test_what_takes_the_usual_way(state, given):
     assert plain(**given) is None
 
 
-def test_an_option_of_another_type_takes_the_usual_way(state):
-    assert plain(A, B, 0, None, 1) is None, "the usual way says what is wrong with it"
+def test_an_option_of_another_type_is_another_call(state):
+    assert plain(A, B, 0, None, 1).key != plain(A, B, 0, None, True).key, "the usual way says what is wrong with it"
+    assert plain(A, B, 0, None, [1]) is None
 
 
 def test_without_gradients_a_parameter_may_repeat(state):

@@ -76,6 +76,7 @@ int operations_left = -1;     // until all are refused; negative: none is
 int operation_code = 0;       // what a refused one answers
 uint64_t events = 0xE0;       // the newest event
 std::vector<uint64_t> destroyed;  // events
+std::vector<uint64_t> waited;     // events that the host has waited for
 
 int note(int64_t kind, uint64_t a, uint64_t b, uint64_t c = 0, uint64_t d = 0) {
   if (!has_context) return 201;
@@ -94,6 +95,12 @@ int make_event(void** made, unsigned flags) {
 
 int destroy_event(uint64_t event) {
   destroyed.push_back(event);
+  return 0;
+}
+
+int wait_for(uint64_t event) {
+  std::lock_guard lock(mutex);
+  waited.push_back(event);
   return 0;
 }
 
@@ -147,6 +154,7 @@ void fake_forget() {
   launches.clear();
   operations.clear();
   destroyed.clear();
+  waited.clear();
   operations_left = -1;
 }
 
@@ -160,6 +168,12 @@ int64_t fake_operations(Operation* found, int64_t room) {
 }
 
 void fake_note(int kind, uint64_t a, uint64_t b, uint64_t c, uint64_t d) { note(kind, a, b, c, d); }
+
+int64_t fake_waited(uint64_t* found, int64_t room) {
+  std::lock_guard lock(mutex);
+  for (int64_t i = 0; i < room && i < static_cast<int64_t>(waited.size()); i++) found[i] = waited[i];
+  return static_cast<int64_t>(waited.size());
+}
 
 int64_t fake_destroyed() { return static_cast<int64_t>(destroyed.size()); }
 
@@ -201,7 +215,7 @@ int hipEventDestroy(uint64_t event) { return destroy_event(event); }
 
 int hipEventQuery(uint64_t) { return 600; }
 
-int hipEventSynchronize(uint64_t) { return 0; }
+int hipEventSynchronize(uint64_t event) { return wait_for(event); }
 
 const char* hipGetErrorName(int code) { return code == 700 ? "hipErrorIllegalAddress" : nullptr; }
 
@@ -272,7 +286,7 @@ int cuEventDestroy_v2(uint64_t event) { return destroy_event(event); }
 
 int cuEventQuery(uint64_t) { return 600; }
 
-int cuEventSynchronize(uint64_t) { return 0; }
+int cuEventSynchronize(uint64_t event) { return wait_for(event); }
 
 int cuGetErrorName(int code, const char** name) {
   *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : nullptr;

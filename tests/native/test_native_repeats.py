@@ -18,6 +18,7 @@ from test_native_program import LAUNCH, operations
 
 import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
+from tilestream.core.error_record import FIELDS
 from tilestream.core.protocols import gather
 from tilestream.distributed import call_queue, slots
 from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
@@ -30,6 +31,7 @@ from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.native_program import ProgramError
 from tilestream.launch.observe import observation
 from tilestream.runtime import sequence
+from tilestream.runtime.channel import channel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from fake_ranks import GroupState, Memory, patch_driver
@@ -243,7 +245,7 @@ def test_new_slots_and_another_arrival_are_no_repeat(state, driver, python_calls
     gathers, b = Gathers(state), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):
         gathers.usual(zeros(8, 64), b)
-    gathers.queue._arrivals.clear()
+    gathers.queue._arrivals, gathers.queue._keys = {}, set()
     driver.forget()
     assert plain(state, zeros(8, 64), b).repeated() is None
     assert Asked.of(driver) == ([], [])
@@ -260,7 +262,7 @@ def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python
     whole = [one[0] for one in Asked.of(driver).operations if one[0] != LAUNCH]
     driver.library.fake_refuse_after(0)
     try:
-        with pytest.raises(ProgramError, match="launch 1 of 3 parts"):
+        with pytest.raises(ProgramError, match="launch 2 of 4 parts"):
             plain(state, zeros(8, 64), b).repeated()
     finally:
         driver.library.fake_refuse_after(-1)
@@ -283,3 +285,54 @@ def test_a_sum_that_is_half_issued_breaks_the_group(state, extension, driver, cu
         driver.library.fake_refuse_after(-1)
     assert state.broken
     assert tracked == [sums.queue._epoch], "it is watched"
+
+
+def test_a_repeated_call_waits_for_the_call_before_the_last(state, extension, driver, cuda, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    sums, x, w = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    repeats = dict(state.repeats)
+    state.repeats.clear()
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(x, w)
+    for _ in range(2 * gather.SLOTS):
+        for queue, call in ((gathers.queue, plain(state, zeros(8, 64), b)), (sums.queue, plain(state, x, w))):
+            if queue is gathers.queue:
+                call = call._replace(state=state, key="gather")
+                state.repeats["gather"] = repeats["key",]
+            driver.forget()
+            assert call.repeated() is not None
+            events = queue._events[(queue._epoch - 2) % gather.SLOTS]
+            found = (ctypes.c_uint64 * 8)()
+            waited = list(found[: driver.library.fake_waited(found, 8)])
+            assert waited == [(events.kernel if queue is gathers.queue else events.side).cuda_event]
+
+
+def test_a_kernel_that_reported_is_the_usual_ways(state, driver, cuda, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    records = channel(DEVICE).records
+    driver.forget()
+    epoch = gathers.queue._epoch
+    before = int(records[3 * FIELDS])
+    records[3 * FIELDS] = gathers.queue._heard + 1
+    try:
+        made = plain(state, zeros(8, 64), b)
+        assert state.repeats["key",].issue(made) is None
+    finally:
+        records[3 * FIELDS] = before
+    assert Asked.of(driver) == ([], [])
+    assert gathers.queue._epoch == epoch
+    assert plain(state, zeros(8, 64), b).repeated() is not None
+
+
+def test_a_group_that_breaks_while_the_host_waits_issues_nothing(state, driver, cuda, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    state.broken_word.value = 1  # as another thread has it, after this one has looked
+    driver.forget()
+    assert plain(state, zeros(8, 64), b).repeated() is None
+    assert Asked.of(driver) == ([], [])

@@ -15,6 +15,8 @@ from tilestream.runtime import driver as gpu
 from tilestream.runtime import sequence
 from tilestream.runtime.extension import open_library
 from tilestream.runtime.sequence import (
+    AwaitEvent,
+    Check,
     CopyAcross,
     CopyIn,
     Event,
@@ -22,6 +24,7 @@ from tilestream.runtime.sequence import (
     Sequence,
     SequenceError,
     Slot,
+    Stopped,
     Wait,
     WaitEvent,
     Write,
@@ -54,6 +57,12 @@ class Asked:
 
     def capturing(self, captured: bool) -> None:
         self._driver.state(capturing=captured)
+
+    @property
+    def waited(self) -> list[int]:
+        """The events that the host has waited for."""
+        found = (ctypes.c_uint64 * 8)()
+        return list(found[: self._library.fake_waited(found, 8)])
 
     @property
     def destroyed(self) -> int:
@@ -246,13 +255,13 @@ def test_a_sequence_may_have_nothing_to_do(asked):
     [
         ([], "another length"),
         ([1, 0, 2], "another length"),
-        ([9, 0], "another version"),
-        ([1, -1], "too many slots"),
-        ([1, 1 << 13], "too many slots"),
-        ([1, 0, 6, *[-1, 0] * 4], "a kind of operation is unknown"),
-        ([1, 0, -1, *[-1, 0] * 4], "a kind of operation is unknown"),
-        ([1, 2, 2, -1, 0, 2, 0, *[-1, 0] * 2], "an operand is of a slot that is not there"),
-        ([1, 0, *[2, *[-1, 0] * 4] * ((1 << 16) + 1)], "too many operations"),
+        ([1, 0], "another version"),
+        ([2, -1], "too many slots"),
+        ([2, 1 << 13], "too many slots"),
+        ([2, 0, 8, *[-1, 0] * 4], "a kind of operation is unknown"),
+        ([2, 0, -1, *[-1, 0] * 4], "a kind of operation is unknown"),
+        ([2, 2, 2, -1, 0, 2, 0, *[-1, 0] * 2], "an operand is of a slot that is not there"),
+        ([2, 0, *[2, *[-1, 0] * 4] * ((1 << 16) + 1)], "too many operations"),
     ],
 )
 def test_the_library_refuses_integers_of_no_sequence(loaded, integers, why):
@@ -287,3 +296,25 @@ def test_a_forked_process_asks_the_driver_itself(asked):
 def test_what_is_no_operation_is_refused_by_its_place():
     with pytest.raises(TypeError, match=r"^sequence: operation 3 is a tuple; it must be one of this module's"):
         sequence._checked(3, 1, (1, 2))
+
+
+def test_a_check_stops_the_issue_at_a_word_that_is_too_large(asked):
+    words = (ctypes.c_int64 * 6)(3, 99, 5, 99, 4, 99)
+    address, most = ctypes.addressof(words), Slot(0)
+    made = Sequence(1, [Write(1, 2, 3), Check(address, 16, 3, most), Write(4, 5, 6)])
+    made.issue(5)
+    assert [one[0] for one in asked.operations] == [WRITE, WRITE]
+    with pytest.raises(SequenceError, match="word 1 is 5, and at most 4 would") as raised:
+        made.issue(4)
+    assert raised.value.done == 1
+    assert isinstance(raised.value.__cause__, Stopped)
+    assert len(asked.operations) == 3, "what stands behind the check is not issued"
+    words[2] = -1
+    made.issue(4)
+
+
+def test_the_host_waits_for_an_event(asked, monkeypatch):
+    event = Event()
+    made = Sequence(0, [AwaitEvent(event), Write(1, 2, 3)])
+    made.issue()
+    assert asked.waited == [event.handle]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 import time
@@ -18,11 +19,12 @@ from tilestream.core.protocols import gather
 from tilestream.distributed.collective import agree, barrier
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import Call
-from tilestream.distributed.program import Handlers, run_protocol
+from tilestream.distributed.program import Handlers, Program, Recorder, run_protocol
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import relax_captures
+from tilestream.runtime.sequence import Check
 from tilestream.runtime.streams import lend_to
 
 #: Seconds between two polls of the watchdog while a call is in flight.
@@ -130,8 +132,36 @@ class CallQueue:
         """The slot of the next call."""
         return (self._epoch + 1) % gather.SLOTS
 
+    def begin_native(self) -> int:
+        """The epoch of a new call, whose program performs the host's part of the protocol: see `admission`."""
+        self._epoch += 1
+        if len(self._calls) >= gather.SLOTS:
+            with self._lock:
+                self._calls = [call for call in self._calls if call.epoch > self._epoch - gather.SLOTS]
+        return self._epoch
+
+    def admission(self, slot: int) -> Program:
+        """The host's part of the protocol before a call in ``slot``, as operations that a native program begins with.
+
+        They wait for earlier calls. They stop the issue if the group is broken by then, or if Python has to find out.
+        """
+        recorder, state = Recorder(slot), self._state()
+        assert state is not None
+        word = ctypes.addressof(state.broken_word)
+
+        def begin(op: gather.Begin) -> int:
+            recorder.add(Check(word, ctypes.sizeof(state.broken_word), 1, 0))
+            return 1
+
+        self.record_admission(recorder, begin)
+        return recorder.program()
+
+    def record_admission(self, recorder: Recorder, begin: Callable[[gather.Begin], int]) -> None:
+        """Record the operations of `admit`; ``begin`` is the handler of the last one."""
+        raise NotImplementedError
+
     def take_back(self, epoch: int) -> None:
-        """Undo `begin`: nothing of the call was issued."""
+        """Undo `begin` or `begin_native`: nothing of the call was issued."""
         assert epoch == self._epoch
         self._epoch -= 1
 

@@ -30,6 +30,7 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import PeerSignals
+from tilestream.core.error_record import FIELDS, RECORDS
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
 from tilestream.distributed.call_queue import CallQueue, IssuedCall
@@ -39,6 +40,7 @@ from tilestream.distributed.program import (
     CALLING,
     EPOCH,
     FIRST,
+    SECOND,
     Handlers,
     Program,
     Recorder,
@@ -54,8 +56,9 @@ from tilestream.distributed.symmetric import PeerMemory
 from tilestream.launch.gate import bounds_of
 from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, ProgramError, keeping
 from tilestream.runtime.channel import channel
-from tilestream.runtime.sequence import CopyAcross, Operand, Record, Wait, WaitEvent, Write
+from tilestream.runtime.sequence import AwaitEvent, Check, CopyAcross, Operand, Record, Wait, WaitEvent, Write
 from tilestream.runtime.sequence import Sequence as OperationSequence
+from tilestream.runtime.streams import current_stream
 
 #: The most arrivals, one for each shape and slot. This exceeds the calls in flight, since an arrival identifies an
 #: expiry.
@@ -252,27 +255,26 @@ class GatherQueue(CallQueue):
         -------
         list of int or None
             The ranks that were given up during the issue. None if nothing was issued: the stream lacks the words of a
-            launch, or the slot has other signals now.
+            launch, the slot has other signals now, or the usual way has to find out what a kernel has reported.
         """
-        epoch, index = self.begin(), shard.get_device()
-        arrival = self.arrival(shards, epoch)
-        signals, stream = _signals(arrival), torch._C._cuda_getCurrentRawStream(index)
-        shard.record_stream(torch.cuda.current_stream(self.device))  # as in `issue`
-        allowed, _ = bounds_of(seconds, self.op)
-        if arrival is not known:
-            self.take_back(epoch)
+        if self._without_kernel or known.key not in self._keys:  # another arrival has the slot's signals now
             return None
+        epoch, index = self.begin_native(), shard.get_device()
+        signals, stream = _signals(known), torch._C._cuda_getCurrentRawStream(index)
+        signals.begin(epoch)
+        shard.record_stream(current_stream(self.device))  # as in `issue`
+        allowed, _ = bounds_of(seconds, self.op)
         if way == "pull":
             self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
             self._watchdog.wake()
         try:
-            if not program.issue(index, stream, epoch, shard.data_ptr(), 0, allowed, *addresses):
+            if not program.issue(index, stream, epoch, shard.data_ptr(), self._heard, allowed, *addresses):
                 with self._lock:
                     self._pending = None
                 self.take_back(epoch)
                 return None
         except ProgramError as error:
-            if not error.parts:  # peers may wait for the rest of the call
+            if error.parts <= 1:  # after the host's part, peers may wait for the rest of the call
                 self._abort_half_issued(error)
             else:
                 self._without_kernel[epoch] = signals, seconds
@@ -372,6 +374,22 @@ class GatherQueue(CallQueue):
             gather.Begin: self._begin,
         }
         return run_protocol(gather.begin(epoch), handlers)
+
+    def record_admission(self, recorder: Recorder, begin: Callable[[gather.Begin], int]) -> None:
+        """See `CallQueue`; the value `SECOND` is the newest record that is known."""
+        records = channel(self.device).records
+
+        def check(op: gather.CheckExpired) -> int:
+            recorder.add(Check(records.data_ptr(), FIELDS * records.element_size(), RECORDS, SECOND))
+            return 0
+
+        handlers: Handlers = {
+            gather.AwaitKernel: lambda op: recorder.add(
+                AwaitEvent(self._events[op.epoch % gather.SLOTS].kernel.cuda_event)
+            ),
+            gather.CheckExpired: check, gather.Begin: begin,
+        }  # fmt: skip
+        recorder.run(gather.begin(recorder.epoch), handlers)
 
     def _await_rows(self, op: gather.AwaitKernel) -> None:
         """Wait for a call's kernel; if it was not issued, for the call's rows."""
@@ -530,7 +548,7 @@ class GatherRepeat(ProgramRepeat):
             ]  # fmt: skip
 
         kernels = [(launch, patches(i)) for i, launch in enumerate(launches)]
-        self.keep(slot, 1 + 2 * count, (*before, *kernels, *behind))
+        self.keep(slot, 1 + 2 * count, (*self._queue.admission(slot), *before, *kernels, *behind))
 
     def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> list[torch.Tensor] | None:
         """See `ProgramRepeat`: the products."""

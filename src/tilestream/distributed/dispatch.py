@@ -149,10 +149,11 @@ def unless_host_bound(case: Case, decision: Decision) -> Decision:
     # Of an all-reduce a rank's rows are all rows.
     shared = replace(case, rows=case.rows // case.world) if case.op == "matmul_all_reduce" else case
     unfused = max(_seconds(shared, table()["rates"][case.device]), host["unfused"])
-    if unfused >= host["fused"]:
+    fused = host["fused"][case.op]
+    if unfused >= fused:
         return decision
     why = (
-        f"the host takes {number(host['fused'] * 1e3)} ms to issue a fused call, and an unfused one takes "
+        f"the host takes {number(fused * 1e3)} ms to issue a fused call, and an unfused one takes "
         f"{number(unfused * 1e3)} ms in all ({host['source']}); a call with a deadline of its own is fused"
     )
     return replace(decision, fused=False, chunks=1, why=why)

@@ -49,7 +49,8 @@ from tilestream.launch.native_program import Launched, NativeProgram, Part, Patc
 from tilestream.launch.observe import observe
 from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
-from tilestream.runtime.sequence import CopyAcross, CopyIn, Record, Sequence, Wait, WaitEvent, Write
+from tilestream.runtime.sequence import AwaitEvent, CopyAcross, CopyIn, Record, Sequence, Wait, WaitEvent, Write
+from tilestream.runtime.streams import current_stream
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class ReduceScatterQueue(CallQueue):
         bool
             False if nothing was issued: the stream lacks the words of a launch.
         """
-        epoch, before, calling = self.begin(), self._flag_value, torch.cuda.current_stream(self.device)
+        epoch, before, calling = self.begin_native(), self._flag_value, current_stream(self.device)
         side = calling if received is None else self._side
         call = Issuing(self, epoch, before + flags if flags else epoch, seconds, calling, side)
         if received is not None:
@@ -318,6 +319,14 @@ class ReduceScatterQueue(CallQueue):
 
         return run_protocol(reduce_scatter.begin_sum(epoch), {gather.AwaitSide: await_side, gather.Begin: self._begin})
 
+    def record_admission(self, recorder: Recorder, begin: Callable[[gather.Begin], int]) -> None:
+        """See `CallQueue`."""
+        handlers: Handlers = {
+            gather.AwaitSide: lambda op: recorder.add(AwaitEvent(self.events(op.epoch).side.cuda_event)),
+            gather.Begin: begin,
+        }
+        recorder.run(reduce_scatter.begin_sum(recorder.epoch), handlers)
+
     def why_expired(self, oldest: IssuedCall) -> str:
         """See `CallQueue`: the kernel has ended, the side stream has not, and the peers' time is over.
 
@@ -410,7 +419,8 @@ class SumRepeat(ProgramRepeat):
             "kernel": Sequence(more(0).index, [Record(CALLING, kernel.cuda_event)]),
             "add": (adds, [Patch("out", more(2)), Patch("epoch", EPOCH), *self._adds]),
         }
-        watched = [part for part in program if part != "track"]  # the whole call is issued before it is watched
+        # The whole call is issued before it is watched.
+        watched = [*self._queue.admission(slot), *(part for part in program if part != "track")]
         self._kernel = watched.index("kernel")
         self.keep(slot, 3, [parts.get(part, part) if isinstance(part, str) else part for part in watched])
 

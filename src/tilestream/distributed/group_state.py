@@ -6,6 +6,7 @@ States refer weakly to their groups, so that a state is freed with its group.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import threading
 import weakref
@@ -75,6 +76,8 @@ class GroupState:
         self.repeated = 0
         self._backends: dict[str, str] = {}
         self._broken: str | None = None
+        #: 1 once the group is broken, for native code.
+        self.broken_word = ctypes.c_int64(0)
         self._buffers: dict[str, torch.Tensor] = {}
         #: By what a caller asks for: the buffer, and the view of it.
         self._views: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -144,6 +147,7 @@ class GroupState:
         """Make every later call with this group raise; the first reason is kept. Returns the exception to raise."""
         if self._broken is None:
             self._broken = reason
+            self.broken_word.value = 1
         # Calls in flight may still write to the buffers, so these are not reused (invariant 6).
         self._buffers.clear()
         self._views.clear()

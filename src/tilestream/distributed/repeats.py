@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 _MOST_BS = 4
 #: The most repeats of a group.
 _MOST_REPEATS = 1024
-_OPTIONS = (str, bool, type(None), torch.dtype)
 _DTYPES = (torch.bfloat16, torch.float16)
 _blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
@@ -106,7 +105,7 @@ def plain_call(
             return None
     if (gradients and a.requires_grad) or not unseen() or native.is_watched():
         return None
-    if type(dim) is not int or any(type(option) not in _OPTIONS for option in options):
+    if type(dim) is not int:
         return None
     if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
         return None
@@ -116,7 +115,10 @@ def plain_call(
     try:
         number = extension.number_layouts(a, *bs)
         key = op, number, launch_cache.generation, type(b) in PLAIN, dim, deadline is None, *options
-    except native.REFUSALS:
+        # Equal values of other types are other options: 1 is no bool.
+        key += tuple(map(type, options))
+        hash(key)
+    except (TypeError, *native.REFUSALS):
         return None
     return PlainCall(state, key, a, bs, dim, deadline) if number else None
 

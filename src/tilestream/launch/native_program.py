@@ -23,7 +23,7 @@ from tilestream.runtime.sequence import Sequence, Slot
 _PROGRAM_VERSION = 1
 _SEQUENCE, _LAUNCH = range(2)
 #: Why an issue ended, beside the driver's codes.
-_DONE, _DECLINED = 0, -1
+_DONE, _DECLINED, _STOPPED = 0, -1, -3
 
 
 class Patch(NamedTuple):
@@ -178,7 +178,8 @@ class NativeProgram:
         -------
         bool
             False if nothing was issued, and the call is Python's: the stream is captured, or lacks the words that a
-            launch needs, or the thread has no context yet.
+            launch needs, the thread has no context yet, or a `tilestream.runtime.sequence.Check` of the first part has
+            stopped it.
 
         Raises
         ------
@@ -191,7 +192,7 @@ class NativeProgram:
             operations, code = stopped
             if code == _DONE:
                 return True
-            if code == _DECLINED and not parts:
+            if code in (_DECLINED, _STOPPED) and not parts:
                 return False
             part = self._parts[parts]
             if not isinstance(part, Sequence):

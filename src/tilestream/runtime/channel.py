@@ -168,6 +168,8 @@ class Channel:
 
     def _next_posted(self) -> BaseException | None:
         """The oldest posted error whose failure has not been raised by a record."""
+        if not self._posted:
+            return None
         with self._lock:
             while self._posted:
                 error, key, since = self._posted.popleft()

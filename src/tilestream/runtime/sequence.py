@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tilestream.runtime import driver
@@ -28,7 +28,7 @@ from tilestream.runtime.extension import library
 logger = logging.getLogger(__name__)
 
 #: Of csrc/sequence.cpp.
-_VERSION = 1
+_VERSION = 2
 _OPERANDS = 4
 #: The largest numbers of a sequence's operations and slots.
 MOST_OPERATIONS, MOST_SLOTS = 1 << 16, 1 << 12
@@ -124,11 +124,41 @@ class WaitEvent(NamedTuple):
     event: Operand | Event
 
 
-Operation = CopyIn | CopyAcross | Write | Wait | Record | WaitEvent
-#: By number in csrc/sequence.h: the operation, and the function of `tilestream.runtime.driver` with the same operands.
-_KINDS: tuple[tuple[type, str], ...] = (
+class AwaitEvent(NamedTuple):
+    """Wait on the host until an event is complete. Neither the GIL nor a lock of the extension is held."""
+
+    event: Operand | Event
+
+
+class Check(NamedTuple):
+    """Stop the issue if one of ``words`` 64-bit words of host memory, ``stride`` bytes apart, is greater than ``most``.
+
+    The words from ``address`` on belong to the caller, who keeps them.
+    """
+
+    address: Operand
+    stride: Operand
+    words: Operand
+    most: Operand
+
+
+class Stopped(RuntimeError):
+    """A `Check` has stopped an issue."""
+
+
+def _check(address: int, stride: int, count: int, most: int) -> None:
+    for i in range(count):
+        word = ctypes.c_int64.from_address(address + i * stride).value
+        if word > most:
+            raise Stopped(f"word {i} is {word}, and at most {most} would let the issue go on")
+
+
+Operation = CopyIn | CopyAcross | Write | Wait | Record | WaitEvent | AwaitEvent | Check
+#: By number in csrc/sequence.h: the operation, and a function with the same operands, or its name in
+#: `tilestream.runtime.driver`.
+_KINDS: tuple[tuple[type, str | Callable[..., None]], ...] = (
     (CopyIn, "copy_in"), (CopyAcross, "copy_across"), (Write, "stream_write"), (Wait, "stream_wait"),
-    (Record, "record_event"), (WaitEvent, "wait_event"),
+    (Record, "record_event"), (WaitEvent, "wait_event"), (AwaitEvent, "await_event"), (Check, _check),
 )  # fmt: skip
 _NUMBERS = {kind: number for number, (kind, _) in enumerate(_KINDS)}
 
@@ -244,7 +274,8 @@ class Sequence:
         """
         for number in range(done, len(self._calls)):
             kind, operands = self._calls[number]
-            function = getattr(driver, _KINDS[kind][1])
+            found = _KINDS[kind][1]
+            function = getattr(driver, found) if isinstance(found, str) else found
             try:
                 function(*[plus if slot < 0 else values[slot] + plus for slot, plus in operands])
             except RuntimeError as error:

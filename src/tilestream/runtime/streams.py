@@ -27,6 +27,26 @@ def is_torchs(stream: torch.cuda.Stream) -> bool:
     return stream.stream_id != stream.cuda_stream or not stream.cuda_stream
 
 
+#: Torch's objects of streams, by what identifies a stream in torch. They are kept, since making one costs the host more
+#: than asking for its identity.
+_objects: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+_MOST_OBJECTS = 256
+_identity = getattr(torch._C, "_cuda_getCurrentStream", None)  # None in a torch without CUDA
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Torch's current stream of ``device``, which has an index."""
+    if _identity is None:
+        return torch.cuda.current_stream(device)
+    key = _identity(device.index)
+    found = _objects.get(key)
+    if found is None:
+        if len(_objects) >= _MOST_OBJECTS:
+            _objects.clear()
+        found = _objects[key] = torch.cuda.current_stream(device)
+    return found
+
+
 def lend(device: torch.device) -> torch.cuda.Stream:
     """An idle stream of ``device``. Give it back with `give_back`, or tie it to its borrower with `lend_to`."""
     index = device.index
