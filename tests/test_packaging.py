@@ -57,6 +57,8 @@ for name in tilestream.__all__:
     getattr(tilestream, name)
 import torch
 assert not torch.cuda.is_initialized(), "the public names create a CUDA context"
+import tilestream.distributed.moe_dispatch
+assert "triton" not in sys.modules, "ranks on the CPU sort their choices without Triton"
 """
 
 SUBPACKAGE_AND_FUNCTION = """

@@ -28,7 +28,7 @@ from benchmarks.distributed.all_gather import checked
 from benchmarks.distributed.calls import Replayed, host_us, wall_us
 from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, device, record_of, rows_of, slowest
 from tilestream import distributed as tsd
-from tilestream.distributed.graph_experts import sort
+from tilestream.launch.choices import sort
 
 #: Name, width, hidden width, experts of all ranks, experts of a token.
 WIDTHS = [("Mixtral 8x7B", 4096, 14336, 8, 2), ("Qwen3-30B-A3B", 2048, 768, 128, 8), ("gpt-oss-20b", 2880, 2880, 32, 4)]

@@ -290,6 +290,25 @@ def test_what_was_measured_stays_measured_where_the_host_would_hold_it_up():
     assert dispatch.unless_host_bound(large, dispatch.Decision(True, 1, "measured", True)).fused
 
 
+def test_each_rank_multiplies_all_rows_of_an_all_reduce_once():
+    """Modelled as measured: its rows are all rows, and are no shard's."""
+    rates = dispatch_table["rates"]["sm_90"]
+    for world in (2, 4, 8):
+        record = json.loads((RECORDS / "h200" / f"all_reduce_x{world}.json").read_text(encoding="utf-8"))
+        rows = [row for row in record["rows"] if row["op"] == "matmul_all_reduce" and row["rows"] >= 64]
+        assert rows
+        for row in rows:
+            case = Case(row["op"], row["rows"], row["n"], row["k"], row["width"], world, "bfloat16", 2, "sm_90")
+            modelled, measured = dispatch._seconds(case, rates) * 1e3, row["ms"]["nccl + ours"]
+            # Few rows take longer than the model's, by the weight's bandwidth, and never less.
+            assert 0.5 * measured < modelled < 1.05 * measured, (case, modelled, measured)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        case = Case(op, 8192, 4096, 4096, 4096, 8, "bfloat16", 2, "sm_90")
+        shard = case if op == "matmul_all_reduce" else replace(case, rows=8192 // 8)
+        assert shard.all_rows == 8192
+        assert shard.unfused_bytes == 8192 // 8 * 4096 * 2 * (2 if op == "matmul_all_reduce" else 1)
+
+
 def test_calls_with_and_without_a_deadline_have_keys_of_their_own():
     a, b = torch.empty(4, 2), torch.empty(2, 6)
     requests = [Request("all_gather_matmul", a, [b], [None], ["none"], None, [None], deadline=d) for d in (None, 1, 2)]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from gpu_cases import BF16, E4M3, E5M2, F16, F32, FULL, KINDS, LAYOUTS, OUTS, Case, uniform
 
 from tilestream.core.device import DeviceProperties
@@ -255,6 +256,30 @@ def _orders() -> Iterator[Case]:
 
 SECTIONS = (_tiles, _layouts, _extents, _registers, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders, _pairs)
 CASES = list({case.name: case for section in SECTIONS for case in section()}.values())
+
+
+def _holds_infinity(dtype: torch.dtype) -> bool:
+    """Some dtypes of 8 bits have no such number; torch fills none with it."""
+    return bool(torch.tensor(float("inf")).to(dtype).float().isinf())
+
+
+def _spoiled() -> Iterator[tuple[Any, Case]]:
+    """Cases with rows and columns beyond those that are spoiled, and nothing that could hide a NaN."""
+    for case in CASES:
+        dtypes = (case.dtype, case.b_dtype or case.dtype)
+        if case.m > 8 and case.n > 4 and not case.batch and not case.activation and all(map(_holds_infinity, dtypes)):
+            yield (case.variant, case.schedule, dtypes), case
+
+
+#: A case each variant, schedule and pair of dtypes: row 7 of A is to be NaN, column 3 of B infinite.
+SPOILED = list(dict(reversed([*_spoiled()])).values())
+
+
+def spoil(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Write what is not finite into operands of a `SPOILED` case."""
+    a[7].fill_(float("nan"))
+    b[:, 3].fill_(float("inf"))
+
 
 # What other tests launch ---------------------------------------------------------------------------------------------
 

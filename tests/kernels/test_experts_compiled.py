@@ -13,6 +13,7 @@ from compiled_ahead import ARCHS, compiled_by, meta  # noqa: E402
 
 from tilestream.core.protocols import experts as text  # noqa: E402
 from tilestream.kernels.device.jit import INTERPRETED  # noqa: E402
+from tilestream.launch.choices import Chosen  # noqa: E402
 from tilestream.launch.layout import Layout  # noqa: E402
 from tilestream.launch.portable import experts, rank_calls  # noqa: E402
 
@@ -23,7 +24,7 @@ WAITS, TELLS = {"take_rows", "take_results"}, {"push_rows", "push_results", "tak
 def launched(layout: Layout, tokens: int, top_k: int, dtype: torch.dtype) -> None:
     world, e = layout.world, layout.experts
     x, weights = meta(tokens, layout.width, dtype=dtype), meta(tokens, top_k, dtype=torch.float32)
-    chosen = experts.Chosen(
+    chosen = Chosen(
         meta(tokens * top_k, dtype=torch.int64), meta(tokens * top_k, dtype=torch.int64), meta(world * e + 1)
     )
     local = experts.Local(

@@ -158,6 +158,18 @@ def test_heads_are_packed_only_where_queries_are_short_and_none_has_a_scale():
     assert packed(1, dtype="float8_e4m3fn", scaled=True) == 1
 
 
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"page_size": 16}, {"invariant": True}], ids=str)
+@pytest.mark.parametrize("device", ["h100", "b200", "a100", "mi300x", "mi355x"])
+def test_queries_without_rows_make_an_empty_launch(device, how):
+    """However many query heads share a head of keys: more than a tile has rows, too."""
+    for ratio in (1, 16, 32, 64, 96, 128, 256, 512):
+        plan = ts.attention_plan(0, 100, batch=2, heads_q=2 * ratio, heads_kv=2, device=device, **how)
+        assert plan.schedule.full_tiles == 0
+        assert plan.positions >= 1
+        assert ratio % plan.pack == 0
+        assert " 0 x 100" in plan.explain()
+
+
 def test_groups_keep_keys_in_the_second_level_cache_and_each_xcd_has_a_queue():
     problem = AttentionProblem(4, 32, 8, 8192, 8192, 128, causal=True)
     # 24 MB of heads of 4 MB, each for 4 query heads; 4 MB of a die's L2.

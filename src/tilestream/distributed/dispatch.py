@@ -37,8 +37,8 @@ class Case:
     """The values that all ranks of a call know."""
 
     op: Op
-    #: rows, n, k: rows of one rank's shard (for a scatter: of the output's shard), including leading dimensions;
-    #: columns of all B together; the length of the sums that one rank computes.
+    #: rows, n, k: rows of one rank's shard (for a scatter: of the output's shard; for an all-reduce: all rows),
+    #: including leading dimensions; columns of all B together; the length of the sums that one rank computes.
     rows: int
     n: int
     k: int
@@ -50,14 +50,27 @@ class Case:
     device: str  # ``"cpu"``, or a GPU's architecture: ``"sm_90"``
 
     @property
+    def all_rows(self) -> int:
+        """Rows of the matmul of each rank, after a gather or before its sum travels."""
+        return self.rows if self.op == "matmul_all_reduce" else self.rows * self.world
+
+    @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank sends to each peer."""
+        """Bytes that one rank sends to each peer in a fused call."""
         return self.rows * self.width * self.itemsize
+
+    @property
+    def unfused_bytes(self) -> float:
+        """Bytes that one rank sends to each peer in an unfused call.
+
+        An unfused all-reduce scatters sums, and gathers them: a share of the rows travels twice.
+        """
+        return self.shard_bytes * 2 / self.world if self.op == "matmul_all_reduce" else self.shard_bytes
 
     @property
     def shape_class(self) -> tuple[int, int, int]:
         """Rows, N and K: the exponents of the nearest powers of two."""
-        rows, n, k = (round(math.log2(max(x, 1))) for x in (self.rows * self.world, self.n, self.k))
+        rows, n, k = (round(math.log2(max(x, 1))) for x in (self.all_rows, self.n, self.k))
         return rows, n, k
 
 
@@ -146,10 +159,7 @@ def unless_host_bound(case: Case, decision: Decision) -> Decision:
     host = table()["rates"].get(case.device, {}).get("host")
     if host is None or not decision.fused:
         return decision
-    # Of an all-reduce a rank's rows are all rows.
-    shared = replace(case, rows=case.rows // case.world) if case.op == "matmul_all_reduce" else case
-    unfused = max(_seconds(shared, table()["rates"][case.device]), host["unfused"])
-    fused = host["fused"][case.op]
+    unfused, fused = max(_seconds(case, table()["rates"][case.device]), host["unfused"]), host["fused"][case.op]
     if unfused >= fused:
         return decision
     why = (
@@ -174,10 +184,9 @@ def _chunks(case: Case, rates: dict[str, Any] | None) -> int:
 def _seconds(case: Case, rates: dict[str, Any], way: Way | None = None) -> float:
     """Modelled seconds of a call: fused with this ``way``; None: unfused."""
     flops: float = rates["flops"] * (2 if case.itemsize == 1 else 1)
-    # The matmul has the rows of all ranks: after a gather, or before a scatter.
-    matmul = 2.0 * case.rows * case.world * case.n * case.k / flops
-    name = way or "unfused"
-    transfer = (case.world - 1) * case.shard_bytes / _nearest(rates["gather"][name], case.world)
+    matmul = 2.0 * case.all_rows * case.n * case.k / flops
+    name, sent = way or "unfused", case.shard_bytes if way else case.unfused_bytes
+    transfer = (case.world - 1) * sent / _nearest(rates["gather"][name], case.world)
     # The parts of a sum are awaited, flagged and pulled in sequence; most of this overlaps with the matmul.
     kind = "sum" if way and case.op == "matmul_reduce_scatter" and "sum" in rates["latency"] else name
     latency = _nearest(rates["latency"][kind], case.world)

@@ -29,12 +29,13 @@ from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.moe_experts import Experts, through
 from tilestream.distributed.moe_plan import MoePlan
 from tilestream.distributed.program import CALLING, Handlers, Program, Recorder, no_op
+from tilestream.launch.choices import Chosen, sort
 from tilestream.launch.layout import Layout
 from tilestream.plan.limit import limit
 from tilestream.runtime.sequence import Record, WaitEvent
 
 if TYPE_CHECKING:
-    from tilestream.launch.portable.experts import Chosen, Local
+    from tilestream.launch.portable.experts import Local
 
 #: The products of a source's rows ``[capacity, width]``, by where those of each expert end.
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -223,20 +224,3 @@ def mix(
         pushers = min(plan.pushers, limit() or plan.pushers)
         x, weights = x.contiguous(), weights.contiguous()
         return queue.mix(layout, pushers, x, weights, chosen, compute, seconds, plan.number)
-
-
-def sort(choices: torch.Tensor, count: int) -> Chosen:
-    """The choices sorted by expert, on their device: no host reads how many each has.
-
-    A choice of an expert that does not exist (there are ``count``) is sorted behind all others.
-    """
-    from tilestream.launch.portable.experts import Chosen  # imports Triton
-
-    flat = choices.reshape(-1)
-    experts = flat.masked_fill((flat < 0) | (flat >= count), count).int()
-    by_expert, order = experts.sort(stable=True)
-    each = torch.arange(count + 1, dtype=torch.int32, device=flat.device)
-    starts = torch.searchsorted(by_expert, each, out_int32=True)
-    place = torch.empty_like(order)
-    place.scatter_(0, order, torch.arange(len(order), device=flat.device))
-    return Chosen(order, place, starts)

@@ -283,7 +283,7 @@ def _travel(
             f"{_OP}: a CUDA graph is captured, and the host reads how many rows go where: the call is unfused ({why})"
         )
     worker_limit = how[3]
-    order, counts = sorted_rows(chosen, e.w1.shape[0] * state.world, state.world)
+    (order, place, _), counts = sorted_rows(chosen, e.w1.shape[0] * state.world, state.world)
     rows = sent(order)
     limited = within_limit(worker_limit) if worker_limit else contextlib.nullcontext()
     with limited, running(x.device.type, state):
@@ -294,12 +294,7 @@ def _travel(
             back = compute((0, 0), rows, counts[0])
         else:
             back = by_collectives(state, plan, counts, rows, compute)
-    found = []
-    for sorted_ in back:
-        one = torch.empty_like(sorted_)
-        one[order] = sorted_
-        found.append(one)
-    return tuple(found)
+    return tuple(x[place] for x in back)
 
 
 def _planned(

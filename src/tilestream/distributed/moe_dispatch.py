@@ -34,6 +34,7 @@ from tilestream.distributed.exchange import Exchange, Receive, Round
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.moe_experts import by_expert
 from tilestream.distributed.plan import Call
+from tilestream.launch.choices import Chosen, sort
 
 #: Rows of several tensors; row i of each is of the same token and expert.
 Rows = tuple[torch.Tensor, ...]
@@ -219,8 +220,8 @@ def _unsorted(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def sorted_rows(experts: torch.Tensor, count: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order that sorts the choices ``experts`` by expert, and their counts, int64 ``[world, E]``.
+def sorted_rows(experts: torch.Tensor, count: int, world: int) -> tuple[Chosen, torch.Tensor]:
+    """The choices ``experts``, sorted, and the count of each expert's: int64 ``[world, E]``. The host waits once.
 
     ``count``: the number of experts of all ranks.
 
@@ -229,11 +230,9 @@ def sorted_rows(experts: torch.Tensor, count: int, world: int) -> tuple[torch.Te
     ValueError
         If a chosen expert does not exist.
     """
-    chosen = experts.reshape(-1)
-    by, order = chosen.sort(stable=True)
-    # Behind the experts that exist, too; the host waits once.
-    ends = torch.searchsorted(by, torch.arange(count + 1, dtype=by.dtype, device=by.device)).cpu()
-    if len(by) and (ends[0] or ends[-1] < len(by)):
-        wrong = by[0].item() if ends[0] else by[-1].item()
+    chosen = sort(experts, count)
+    starts = chosen.starts.cpu()
+    if starts[-1] < len(chosen.order):
+        wrong = experts.reshape(-1)[chosen.order[starts[-1]]].item()
         raise ValueError(f"moe: router: expert {wrong} is chosen; the {world} ranks have {count}, numbered from 0")
-    return order, ends.diff().view(world, count // world)
+    return chosen, starts.long().diff().view(world, count // world)

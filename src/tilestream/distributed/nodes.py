@@ -54,7 +54,7 @@ class NodeModel:
             The device's rates: see ``table.json``.
         """
         flops = rates["flops"] * (2 if case.itemsize == 1 else 1)
-        matmul = 2.0 * nodes * case.world * case.rows * case.n * case.k / flops
+        matmul = 2.0 * nodes * case.all_rows * case.n * case.k / flops
         return cls(nodes, case.world, case.shard_bytes, matmul)
 
     @property

@@ -121,10 +121,11 @@ def of_candidate(
 def packed_heads(problem: AttentionProblem, rows: int, most: int = sys.maxsize) -> int:
     """The number of query heads of one K/V head in a tile of ``rows``: the largest power of two that fits.
 
-    It is at most ``most``. It is 1 if heads have scales, so that a tile has one scale.
+    It is at most ``most``, and ``rows``, for queries without rows too: a tile has a position. It is 1 if heads have
+    scales, so that a tile has one scale.
     """
-    pack = 1
-    while problem.ratio % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= rows and 2 * pack <= most:
+    pack, positions = 1, max(1, problem.seqlen_q)
+    while problem.ratio % (2 * pack) == 0 and 2 * pack * positions <= rows and 2 * pack <= most:
         pack *= 2
     return 1 if problem.scaled else pack
 

@@ -157,6 +157,9 @@ KERNELS: dict[str, Entry] = {
         128,
     ),
     "hopper-gemm": Entry(("sm_90a",), f"{__name__}:hopper_gemm", "Gluon: TMA, warp specialisation, wgmma"),
+    "hopper-grouped": Entry(
+        ("sm_90a",), f"{__name__}:hopper_grouped", "Gluon: the same; M rows of 64 groups, as a layer's lie"
+    ),
     "portable-attention": Entry(
         tuple(DEVICES), f"{__name__}:portable_attention", "Triton, any GPU; M queries, N keys", 128
     ),
@@ -218,31 +221,61 @@ def portable_gemm(request: CompileRequest) -> Source:
 GROUPS = 64
 
 
-def portable_grouped(request: CompileRequest) -> Source:
-    """The portable grouped kernel as its plan would launch it: groups of rows."""
-    from tilestream.kernels.portable.grouped import grouped_gemm
+def grouped_of(request: CompileRequest, backend: str) -> tuple[Plan, Layout, tuple[Any, ...]]:
+    """The plan of groups of rows, their layout, and what follows the operands of a launch, without addresses.
+
+    Raises
+    ------
+    ValueError
+        If they do not lie as a layer's.
+    """
     from tilestream.launch.gemm_arguments import Layout
-    from tilestream.launch.grouped_arguments import Bias
-    from tilestream.launch.portable.grouped import GroupedArguments
 
     (m, n, k), plain = (request.m, request.n, request.k), request.problem
     if request.layout != "nt":
         raise ValueError(f"layout={request.layout!r}; groups of rows lie as a layer's do: 'nt'")
     problem = GroupedProblem(
-        m, n, k, 1, plain.dtype, plain.out_dtype, aligned=plain.aligned, scales=plain.scales, plain=plain.plain,
-        groups=GROUPS, along="rows",
+        m, n, k, 1, plain.dtype, plain.out_dtype, aligned=plain.aligned, no_tma=plain.no_tma, scales=plain.scales,
+        plain=plain.plain, groups=GROUPS, along="rows",
     )  # fmt: skip
-    plan = plan_groups(problem, None, request.schedule, request.tile, device=request.device, backend="portable")
+    plan = plan_groups(problem, None, request.schedule, request.tile, device=request.device, backend=backend)
     if request.stages is not None:
         plan = replace(plan, stages=request.stages)
-    arguments = GroupedArguments(plan, Layout((0, k, 1), (n * k, 1, k), (0, n, 1)), Bias())
-    scale = pointer("float32", problem.scales != "none", 4)
-    filled = arguments.fill((
-        *[pointer(problem.dtype, address=0 if problem.aligned else 2)] * 2, pointer("int32", address=4),
-        pointer(problem.out_dtype), None, None, scale, scale, None, None,
-        pointer("int64", plan.schedule.kind != "static"), None, None, 0, 0, 1.0, 1.0,
-    ))  # fmt: skip
+    scale, counters = pointer("float32", problem.scales != "none", 4), plan.schedule.kind != "static"
+    more = (
+        pointer("int32", address=4), pointer(problem.out_dtype), None, None, scale, scale, None, None,
+        pointer("int64", counters), None, None, 0, 0, 1.0, 1.0,
+    )  # fmt: skip
+    return plan, Layout((0, k, 1), (n * k, 1, k), (0, n, 1)), more
+
+
+def portable_grouped(request: CompileRequest) -> Source:
+    """The portable grouped kernel as its plan would launch it: groups of rows."""
+    from tilestream.kernels.portable.grouped import grouped_gemm
+    from tilestream.launch.grouped_arguments import Bias
+    from tilestream.launch.portable.grouped import GroupedArguments
+
+    plan, layout, more = grouped_of(request, "portable")
+    arguments, problem = GroupedArguments(plan, layout, Bias()), plan.problem
+    filled = arguments.fill((*[pointer(problem.dtype, address=0 if problem.aligned else 2)] * 2, *more))
     return Source(grouped_gemm, filled, arguments.options, plan.warps, plan)
+
+
+def hopper_grouped(request: CompileRequest) -> Source:
+    """The Hopper grouped kernel as its plan would launch it: groups of rows."""
+    import torch
+
+    from tilestream.kernels.hopper.grouped import grouped_gemm
+    from tilestream.launch.grouped_arguments import Bias
+    from tilestream.launch.hopper.grouped import HopperGroupedArguments
+    from tilestream.launch.hopper.maps import described_by
+
+    plan, layout, more = grouped_of(request, "hopper")
+    arguments, problem = HopperGroupedArguments(plan, layout, Bias()), plan.problem
+    *inputs, out = arguments.maps
+    maps = [(one, problem.dtype) for one in inputs] + [(out, problem.out_dtype)]
+    described = (None if one is None else described_by(one, getattr(torch, dtype)) for one, dtype in maps)
+    return Source(grouped_gemm, arguments.fill((*described, *more)), arguments.options, plan.warps, plan)
 
 
 def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[list[Any], dict[str, Any]]:

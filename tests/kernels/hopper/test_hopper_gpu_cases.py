@@ -95,6 +95,24 @@ def test_operands_and_outputs_lie_in_nan(cases):
         assert int(around.isnan().sum()) == around.numel() - out.numel()
 
 
+def test_operands_that_are_spoiled_hold_nan_and_infinity(cases):
+    """Of each dtype that does; a result has other rows and columns."""
+    seen = Counter()
+    for case in cases.SPOILED:
+        operands = case.operands("cpu")
+        a, b = operands["a"], operands["b"]
+        cases.spoil(a, b)
+        assert a[7].float().isnan().all()
+        assert b[:, 3].float().isinf().all()
+        finite = torch.isfinite(a.float().double() @ b.float().double())
+        assert int(finite.sum()) == (case.m - 1) * (case.n - 1)
+        seen.update([*{(case.variant, case.dtype), (case.variant, case.schedule)}])
+    for variant in {case.variant for case in cases.CASES}:
+        assert all(seen[variant, dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)), variant
+    assert sum(seen[variant, torch.float8_e5m2] for variant, *_ in cases.TILES)
+    assert sum(seen[variant, "stream_k"] for variant, *_ in cases.TILES)
+
+
 def test_cases_of_the_sanitizer_fill_their_rings(cases):
     import consan_attention as attention
     import consan_program as program

@@ -12,7 +12,8 @@ import torch
 
 from tilestream.core.protocols import experts as text
 from tilestream.core.protocols.replay import BROKEN, COUNT, MARKS, control_words
-from tilestream.distributed.graph_experts import GraphExperts, sort
+from tilestream.distributed.graph_experts import GraphExperts
+from tilestream.launch.choices import Chosen, sort
 from tilestream.launch.layout import Layout
 from tilestream.launch.portable import experts, rank_calls
 from tilestream.runtime.channel import Channel
@@ -104,7 +105,7 @@ class Ranks:
         size, memory = layout.capacity * layout.width * layout.itemsize, self.memory[rank].view(torch.uint8)
         return memory[layout.results : layout.results + size].view(self.dtype).view(layout.capacity, layout.width)
 
-    def begin(self, rank: int, tokens: Tokens, seconds: float = 20.0, form: int = FORM) -> experts.Chosen:
+    def begin(self, rank: int, tokens: Tokens, seconds: float = 20.0, form: int = FORM) -> Chosen:
         layout = self.layout
         chosen = sort(tokens.choices, layout.world * layout.experts)
         rank_calls.begin_call(self.words(rank, form), seconds, 0, 1)
@@ -120,7 +121,7 @@ class Ranks:
         made = multiplied(rank, self.rows(rank, source), local.ends[source, : self.layout.experts])
         experts.push_results(self.words(rank), self.layout, local, source, made, self.workers)
 
-    def end(self, rank: int, tokens: Tokens, chosen: experts.Chosen, seconds: float = 20.0) -> torch.Tensor:
+    def end(self, rank: int, tokens: Tokens, chosen: Chosen, seconds: float = 20.0) -> torch.Tensor:
         out = torch.empty_like(tokens.x)
         experts.take_results(self.words(rank), self.layout, seconds)
         rank_calls.end_call(self.words(rank))
@@ -176,7 +177,7 @@ class ExpertRank:
         seed, count = 100 * self.rank + call, 3 + self.rank
         return Tokens.random(seed, count, self.layout, self.top_k, torch.float32, call % 3 == 1)
 
-    def sorted(self, tokens: Tokens) -> experts.Chosen:
+    def sorted(self, tokens: Tokens) -> Chosen:
         return sort(tokens.choices, self.layout.world * self.layout.experts)
 
     def expected(self, call: int) -> torch.Tensor:

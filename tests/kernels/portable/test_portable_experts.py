@@ -17,9 +17,9 @@ from tilestream.core.errors import ArrivalTimeout, GroupBroken
 from tilestream.core.protocols import experts as text
 from tilestream.core.protocols.replay import BROKEN, MARKS, VOID, stamp
 from tilestream.distributed import moe_experts
-from tilestream.distributed.graph_experts import sort
 from tilestream.distributed.moe import _combined
 from tilestream.kernels.portable import experts as kernels
+from tilestream.launch.choices import sort
 from tilestream.launch.layout import Layout
 from tilestream.launch.portable import experts
 

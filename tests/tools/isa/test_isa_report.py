@@ -72,6 +72,15 @@ def test_a_kernel_for_nvidia():
     assert found.shared <= 232448
 
 
+def test_groups_of_rows_for_hopper():
+    found = of("hopper-grouped", CompileRequest("sm_90a", tile=(128, 256)), timeout=850)
+    assert (found.kernel, found.arch, found.tile) == ("hopper-grouped", "sm_90a", (128, 256, 64))
+    assert not any(found.spilled.values())
+    assert found.loop["mfma"] in ({"m64n256k16": 8}, {"m64n128k16": 16})
+    assert found.cycles["floor"]["wgmma"] == 2 * 128 * 256 * 64 / 4096
+    assert found.shared <= 232448
+
+
 @pytest.mark.parametrize(
     ("arch", "unit", "shapes", "rate"),
     [
@@ -107,6 +116,14 @@ def test_memory_that_is_further_away_takes_longer():
             "KERNEL 'gemm'; there are portable-gemm, portable-grouped, cdna-gemm, cdna-attention",
         ),
         ("hopper-gemm", {"arch": "gfx942"}, ValueError, "arch='gfx942'; hopper-gemm compiles for sm_90a"),
+        ("hopper-grouped", {"arch": "gfx942"}, ValueError, "hopper-grouped compiles for sm_90a"),
+        (
+            "hopper-grouped",
+            {"arch": "sm_90a", "layout": "nn"},
+            ValueError,
+            "layout='nn'; groups of rows lie",
+        ),
+        ("hopper-grouped", {"arch": "sm_90a", "k": 8191}, NotImplementedError, "hopper"),
         ("portable-gemm", {"arch": "gfx90a"}, ValueError, "arch='gfx90a'; portable-gemm compiles for sm_90a, gfx942"),
         (
             "portable-gemm",

@@ -8,6 +8,7 @@ import torch
 
 from tilestream.core.integers import cdiv
 from tilestream.kernels.portable import experts
+from tilestream.launch.choices import Chosen
 from tilestream.launch.gate import bounds_of
 from tilestream.launch.launch import records_of
 from tilestream.launch.layout import Layout
@@ -28,14 +29,6 @@ class Local(NamedTuple):
     taken: torch.Tensor  # ``int32[world, 4]``: see `take_rows`
     ends: torch.Tensor  # ``int32[world, E]``, rows of 16 bytes: see `take_rows`
     slots: torch.Tensor  # ``int64[2 * world]``: where each rank's memory begins, then its signals
-
-
-class Chosen(NamedTuple):
-    """Choices sorted by expert."""
-
-    order: torch.Tensor  # ``int64[T * top_k]``: the choices, those of no expert last
-    place: torch.Tensor  # ``int64[T * top_k]``: its inverse
-    starts: torch.Tensor  # ``int32[world * E + 1]``: where each expert's begin; the last: where those of no expert do
 
 
 def push_rows(

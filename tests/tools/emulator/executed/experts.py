@@ -19,7 +19,7 @@ from executed.small import Launch
 from tilestream.core.error_record import EXPIRED, FIELDS, QUARANTINED, RECORDS
 from tilestream.core.protocols.experts import signals, sources
 from tilestream.core.protocols.replay import BROKEN, MARKS, STAMP, control_words
-from tilestream.distributed.graph_experts import sort
+from tilestream.launch.choices import Chosen, sort
 from tilestream.launch.layout import Layout
 from tilestream.launch.portable import experts, rank_calls
 from tilestream_tools.emulator import Machine, Tensor
@@ -123,7 +123,7 @@ class _Call:
         self.tokens = [_Tokens.random(10 * seed + rank, count) for rank in range(_WORLD)]
         self.own = own = self.tokens[_RANK]
         self.x, self.weights = self._of(own.x, "x"), self._of(own.weights, "the weights")
-        self.chosen = experts.Chosen(*(self._of(x, f"the choices' {n}") for n, x in own.chosen._asdict().items()))
+        self.chosen = Chosen(*(self._of(x, f"the choices' {n}") for n, x in own.chosen._asdict().items()))
         self.set(MARKS + _WORLD, *[seed] * _WORLD)
         self.run(rank_calls.begin_call, self.words, _LONG, 0, 1)
         self.stamp = self.word(STAMP)

@@ -1,0 +1,30 @@
+"""Choices of experts, sorted: what ranks send by, with Triton's kernels or without. No Triton here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Chosen(NamedTuple):
+    """Choices sorted by expert."""
+
+    order: torch.Tensor  # ``int64[T * top_k]``: the choices, those of no expert last
+    place: torch.Tensor  # ``int64[T * top_k]``: its inverse
+    starts: torch.Tensor  # ``int32[world * E + 1]``: where each expert's begin; the last: where those of no expert do
+
+
+def sort(choices: torch.Tensor, count: int) -> Chosen:
+    """The choices sorted by expert, on their device: no host reads how many each has.
+
+    A choice of an expert that does not exist (there are ``count``) is sorted behind all others.
+    """
+    flat = choices.reshape(-1)
+    experts = flat.masked_fill((flat < 0) | (flat >= count), count).int()
+    by_expert, order = experts.sort(stable=True)
+    each = torch.arange(count + 1, dtype=torch.int32, device=flat.device)
+    starts = torch.searchsorted(by_expert, each, out_int32=True)
+    place = torch.empty_like(order)
+    place.scatter_(0, order, torch.arange(len(order), device=flat.device))
+    return Chosen(order, place, starts)
