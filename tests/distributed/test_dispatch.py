@@ -242,6 +242,11 @@ def test_calls_of_other_shards_and_on_trial_have_plans_of_their_own(monkeypatch)
     assert planned(monkeypatch, "all_gather_matmul", "auto", state=state) is first
 
 
+#: What the host's part of a call takes on a host on which it decides.
+SLOW_HOST = {
+    "fused": {"all_gather_matmul": 3.7e-4, "matmul_reduce_scatter": 3.7e-4, "matmul_all_reduce": 3.7e-4},
+    "unfused": 2.2e-4, "source": "a slow host",
+}  # fmt: skip
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
@@ -263,8 +268,7 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, counted):
     """As programs call it, back to back, on a host on which gathers of 3072 rows win fused, and of 1536 lose."""
-    slow = {"fused": dict.fromkeys(OPS, 3.7e-4), "unfused": 2.2e-4, "source": "a slow host"}
-    monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", slow)
+    monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", SLOW_HOST)
     monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", "0")
     experimental._of_environment.cache_clear()
     large, small = (planned(monkeypatch, op, "auto", rows=rows) for rows in (1536, 768))
@@ -280,8 +284,9 @@ def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, counted)
     assert planned(monkeypatch, op, "auto", rows=768, state=group(capture=2, agreed=[eager.handshake])).fused
 
 
-def test_what_was_measured_stays_measured_where_the_host_would_hold_it_up():
+def test_what_was_measured_stays_measured_where_the_host_would_hold_it_up(monkeypatch):
     """Else an all-reduce would say that no measurement shows it to be faster."""
+    monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", SLOW_HOST)
     case = replace(gather(256, 8192, 4096, 2), op="matmul_all_reduce", rows=128)
     found = dispatch.unless_host_bound(case, dispatch.Decision(True, 1, "measured", True))
     assert (found.fused, found.measured) == (False, True)
