@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +25,8 @@ EXPLAINED = 0.98
 #: Classes of rows that are behind, by their part of the notes; the first class that has a row explains it.
 BEHIND: dict[str, Callable[[Row], bool]] = {
     "few keys": lambda row: row["length"] <= 1024,
-    "64 columns": lambda row: row["dim"] == 64,
-    "128 columns": lambda row: row["dim"] == 128,
+    "head dim 64": lambda row: row["dim"] == 64,
+    "head dim 128": lambda row: row["dim"] == 128,
     "others": lambda row: True,
 }
 
@@ -107,13 +108,13 @@ def compared(rows: list[Row]) -> str:
 
 
 def by_width(rows: list[Row]) -> str:
-    """Geometric means of ours by each peer, by the columns of a head and the mask."""
+    """Geometric means of ours by each peer, by head dim and mask."""
     peers = [name for name in PEERS if any(name in row["tflops"] for row in rows)]
     groups: dict[str, list[Row]] = {}
     for dim in dict.fromkeys(row["dim"] for row in rows):
         groups[f"D {dim}"] = [row for row in rows if row["dim"] == dim]
         for causal in (True, False):
-            name = f"D {dim}, {'causal' if causal else 'full'}"
+            name = f"D {dim}, {'causal' if causal else 'non-causal'}"
             groups[name] = [row for row in groups[f"D {dim}"] if row["causal"] == causal]
     groups["all"] = rows
     made = []
@@ -190,12 +191,17 @@ def lists(data: Data) -> list[str]:
     return parts
 
 
+def _shown(row: Row, what: str) -> str:
+    """A row's name without its section; records say *full* of calls without a causal mask."""
+    return re.sub(r"\bfull\b", "non-causal", row["name"].removeprefix(f"{what} "))
+
+
 def fp8(data: Data) -> list[str]:
     rows = []
     for row in rows_of(data, "fp8"):
         rates = row["tflops"]
         over = rates["hopper"] / rates["cudnn"] if {"hopper", "cudnn"} <= set(rates) else None
-        rows.append([row["name"].removeprefix("fp8 "), *cells(rates, NARROW, ".0f", ""), cell(over, without="")])
+        rows.append([_shown(row, "fp8"), *cells(rates, NARROW, ".0f", ""), cell(over, without="")])
     return [NOTES.of(data, "fp8"), table(["", *NARROW.values(), "Hopper / cuDNN"], rows)] if rows else []
 
 
@@ -209,8 +215,7 @@ def listed(what: str, key: str = "tflops", form: str = ".0f") -> Callable[[Data]
         names = list(dict.fromkeys(name for row in (rows if key == "tflops" else rows[:1]) for name in row[key]))
         more = ["shares"] if "shares" in rows[0] else []
         made = [
-            [row["name"].removeprefix(f"{what} "), *cells(row[key], names, form, ""), *(str(row[one]) for one in more)]
-            for row in rows
+            [_shown(row, what), *cells(row[key], names, form, ""), *(str(row[one]) for one in more)] for row in rows
         ]
         whole = " whole" if data["stem"].endswith("whole") else ""
         return [NOTES.of(data, f"{what}{whole}"), table(["", *names, *more], made)]

@@ -205,8 +205,8 @@ def test_what_is_not_done_here_stays_with_vllm_and_is_said_once(queries, options
     [
         ({"kv_cache_dtype": "fp8"}, "a cache of fp8"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of type"),
-        ({"dim": 36}, "36 columns a head; here they are multiples of 8, at most 256"),
-        ({"dim": 512}, "512 columns a head"),
+        ({"dim": 36}, "head dim 36; here it is a multiple of 8, at most 256"),
+        ({"dim": 512}, "head dim 512"),
     ],
 )
 def test_layers_that_are_never_computed_here_know_it(options, why):

@@ -42,21 +42,21 @@ CASES = {
     "dtype": (tensors(q=torch.zeros(2, 6, 4, 8, dtype=torch.int8)), TypeError, r"q is torch\.int8; attention takes"),
     "dtypes": (tensors(k=torch.zeros(2, 9, 2, 8).half()), TypeError, r"q is torch\.float32, k is torch\.float16"),
     "dimensions": (tensors(q=torch.zeros(6, 4, 8)), ValueError, r"q has shape \[6, 4, 8\]; it must be \[B, S, H, D\]"),
-    "columns differ": (tensors(k=torch.zeros(2, 9, 2, 16)), ValueError, "q has 8 columns a head, k has 16"),
+    "columns differ": (tensors(k=torch.zeros(2, 9, 2, 16)), ValueError, "q has head dim 8, k has 16"),
     "columns": (
         {name: torch.zeros(1, 3, 1, 12) for name in "qkv"}, ValueError,
-        "q has 12 columns a head; a head has a multiple of 8, at most 256: pad with zeros",
+        "q has head dim 12; it must be a multiple of 8, at most 256: pad with zeros",
     ),
-    "k and v": (tensors(v=torch.zeros(2, 8, 2, 8)), ValueError, "differ in more than the head's columns"),
+    "k and v": (tensors(v=torch.zeros(2, 8, 2, 8)), ValueError, "differ in more than the head dim"),
     "heads": (tensors(q=torch.zeros(2, 300, 3, 8)), ValueError, "q has 3 heads, k has 2; each head of keys serves"),
     "batches": (tensors(q=torch.zeros(3, 6, 4, 8)), ValueError, "k has 2 sequences, q has 3"),
     "strides": (
         tensors(k=torch.zeros(2, 9, 8, 2).transpose(2, 3)), ValueError,
-        r"k has strides .*; a head's columns lie side by side: k\.contiguous\(\)",
+        r"k has strides .*; a head's elements must be contiguous: k\.contiguous\(\)",
     ),
     "None": (tensors(k=None), TypeError, r"attention: k is None; it must be a torch\.Tensor"),
     "no columns": (
-        {name: torch.zeros(1, 3, 1, 0) for name in "qkv"}, ValueError, "q has 0 columns a head; a head has a multiple",
+        {name: torch.zeros(1, 3, 1, 0) for name in "qkv"}, ValueError, "q has head dim 0; it must be a multiple",
     ),
     "wide window": (
         tensors(window=(2**70, 0)), ValueError,
