@@ -197,14 +197,19 @@ def test_out_is_its_own():
         ts.attention(**tensors(out=torch.zeros(1, 1, 1, 16).expand(2, 6, 4, 16)))
 
 
-def test_equal_rows_and_heads_of_a_transposed_tensor_are_pointed_out_once(caplog):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_equal_rows_and_heads_are_pointed_out_once(caplog, transposed):
+    """``torch.randn(2, 8, 8, 16)`` is right in either layout, and nothing says which is meant."""
     attention_request._point_out.cache_clear()
-    plain = torch.zeros(2, 6, 6, 8)
-    for q in (plain, plain.transpose(1, 2), plain.transpose(1, 2), plain[:, :, :4].transpose(1, 2)):
-        ts.attention(q, q, q)
+    plain, longer = torch.zeros(2, 6, 6, 8), torch.zeros(2, 9, 6, 8)
+    ts.attention(plain, longer, longer)
     ts.attention(plain.transpose(1, 2), plain, plain, layout="bhsd")
+    assert not caplog.records
+    q = plain.transpose(1, 2) if transposed else plain
+    for one in (q, q, q[:, :, :4], torch.zeros(2, 4, 4, 8)):
+        ts.attention(one, one, one)
     (said,) = [record.message for record in caplog.records if record.name == attention_request.logger.name]
-    assert said.startswith("attention: layout='bshd' is [B, S, H, D], and q [2, 6, 6, 8] has as many rows as heads")
+    assert said.startswith("attention: layout='bshd' is [B, S, H, D], and q has as many rows as heads")
     assert "pass layout='bhsd'" in said
 
 
