@@ -16,7 +16,8 @@ from tilestream.trace import LaunchTrace
 NOTES = Notes("attention")
 #: Peers in a row; all other implementations are ours.
 PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
-#: Ours in records of models.
+#: The record of models, and ours in it.
+MODELS = "attention_transformers"
 OURS = "tilestream"
 #: The columns of a table of 8 bits.
 NARROW = {"cudnn": "cuDNN, bfloat16", "hopper": "Hopper", "portable": "portable"}
@@ -34,7 +35,7 @@ BEHIND: dict[str, Callable[[Row], bool]] = {
 def page(results: Path) -> list[str]:
     found = records(results, "attention*")
     parts = NOTES.page(SECTIONS, lambda _: found)
-    parts += [f"{lacks[0]} ({where(data)})" for data in found if (lacks := _missing(data))]
+    parts += [f"{lacks[0]} ({where(data)})" for data in found if (lacks := _missing(data)) and data["stem"] != MODELS]
     return parts + TIMELINES.sections(results)
 
 
@@ -234,6 +235,7 @@ def transformers(data: Data) -> list[str]:
     return [
         NOTES.of(data, "transformers", layers=data["layers"], note=note, worst=worst),
         *(part for clock in ("ms", "gpu_ms") for part in by_clock(rows, clock)),
+        *_missing(data),
     ]
 
 
@@ -243,14 +245,19 @@ def by_clock(rows: list[Row], clock: str) -> list[str]:
     made, ratios = [], []
     for row in rows:
         ms = row[clock]
+        if OURS not in ms:
+            continue
         best = min((ms[name] for name in names if name in ms), default=None)
-        both = None if best is None or OURS not in ms else best / ms[OURS]
+        both = None if best is None else best / ms[OURS]
         ratios += [] if both is None else [both]
         made.append([row["name"], *cells(ms, (*names, OURS), ".2f", ""), cell(both, without="")])
     if not ratios:
         return []
     head = ["", *names, "ours", "best other / ours"]
-    return [NOTES(f"transformers {clock}", mean=geomean(ratios), least=min(ratios)), table(head, made)]
+    return [
+        NOTES(f"transformers {clock}", count=len(ratios), mean=geomean(ratios), least=min(ratios)),
+        table(head, made),
+    ]
 
 
 def sizes(data: Data) -> list[str]:
