@@ -217,7 +217,7 @@ def test_pages_and_dtypes_that_are_not_computed_here():
     q, k = torch.zeros(3, HEADS, DIM), torch.zeros(PAGES, 48, KV_HEADS, DIM)
     assert paged.pages_refused(q, k, k).startswith("pages of 48 keys; here a page has a power of two")
     assert paged.pages_refused(q.half(), k[:, :16], k[:, :16]).startswith("queries are torch.float16, keys torch.flo")
-    assert "side by side" in paged.pages_refused(q, *[k[:, :16].transpose(2, 3)] * 2)
+    assert "not contiguous" in paged.pages_refused(q, *[k[:, :16].transpose(2, 3)] * 2)
     assert not paged.pages_refused(q, k[:, :16], k[:, :16])
 
 
