@@ -69,10 +69,10 @@ format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
-docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html; a missing page, anchor or name is an error.
+docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html; a missing page, picture, anchor or name is an error.
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
-links: $(VENV)/.stamp-docs ## Look up every address on the documentation's pages; needs the network.
+links: $(VENV)/.stamp-docs ## Look up the other addresses on the documentation's pages; needs the network.
 	$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
 
 clean: ## Remove everything that make made, .venv too.

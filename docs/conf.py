@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.errors import SphinxError
 from sphinx.util.docutils import SphinxDirective
 
 import tilestream
+
+sys.path.insert(0, str(Path(__file__).parent))
+from links import broken  # beside this file
 
 project = "tilestream"
 author = "the tilestream authors"
@@ -30,6 +35,9 @@ html_theme = "furo"  # one column that reads well on a phone, search, light and 
 html_title = f"tilestream {release}"
 html_static_path: list[str] = []
 html_theme_options = {"navigation_with_keys": True}
+
+linkcheck_retries = 3
+linkcheck_timeout = 30
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
@@ -73,6 +81,23 @@ def copy_reports(app: Sphinx, error: Exception | None) -> None:
             shutil.copy(page, there)
 
 
+def without_unread(app: Sphinx) -> list[tuple[str, dict[str, object], str]]:
+    """viewcode lists modules that it could not read, such as those that named tuples name, with links to no page."""
+    modules = getattr(app.env, "_viewcode_modules", {})
+    for module in [module for module, source in modules.items() if not source]:
+        del modules[module]
+    return []
+
+
+def check_links(app: Sphinx, error: Exception | None) -> None:
+    if error is None and app.builder.format == "html" and (found := broken(Path(app.outdir))):
+        raise SphinxError(
+            "links that lead nowhere (`make clean` first, where a page was renamed):\n" + "\n".join(found)
+        )
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("command-help", CommandHelp)
+    app.connect("html-collect-pages", without_unread, priority=100)  # before viewcode's
     app.connect("build-finished", copy_reports)
+    app.connect("build-finished", check_links, priority=900)

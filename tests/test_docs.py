@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -47,6 +48,34 @@ def test_addresses_have_a_form_that_can_be_opened(page: Path) -> None:
     """Offline: a scheme, a host with a dot, nothing left to fill in."""
     for address in re.findall(r"\]\((\w+://[^)\s]+)\)", page.read_text(encoding="utf-8")):
         assert re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[^<>{}]*)?", address), address
+
+
+def test_addresses_outside_the_documentation_are_on_its_pages_too() -> None:
+    """`make links` looks up what is on those."""
+    address = re.compile(r"\]\((\w+://[^)\s]+)\)")
+    included = "".join(re.findall(r"```{include} \.\./(\S+)", "".join(page.read_text() for page in DOCS.glob("*.md"))))
+    looked_up = {found for page in DOCS.rglob("*.md") for found in address.findall(page.read_text(encoding="utf-8"))}
+    for page in OUTSIDE:
+        if page.name not in included:
+            assert set(address.findall(page.read_text(encoding="utf-8"))) <= looked_up, page.name
+
+
+def test_a_built_page_s_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("links", DOCS / "links.py")
+    assert spec is not None
+    assert spec.loader is not None
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    first, second = tmp_path / "a b.html", tmp_path / "sub" / "c.html"
+    second.parent.mkdir()
+    first.write_text('<h1 id="x">1</h1><a href="sub/c.html#y">2</a><a href="#x">3</a><img src="d.png">')
+    second.write_text('<a href="../a%20b.html?v=1#x">1</a><a id="y" href="https://e.org/#z">2</a>')
+    (tmp_path / "d.png").write_bytes(b"")
+    assert links.broken(tmp_path) == []
+    second.write_text('<a href="../a%20b.html#z">1</a><img src="../e.png"><a href="f.html">2</a>')
+    assert links.broken(tmp_path) == [
+        "a b.html: sub/c.html#y", "sub/c.html: ../a%20b.html#z", "sub/c.html: ../e.png", "sub/c.html: f.html"
+    ]  # fmt: skip
 
 
 def resolved(dotted: str) -> bool:

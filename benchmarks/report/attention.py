@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,8 @@ from tilestream.trace import LaunchTrace
 NOTES = Notes("attention")
 #: Peers in a row; all other implementations are ours.
 PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
-#: Ours in records of models.
+#: The record of models, and ours in it.
+MODELS = "attention_transformers"
 OURS = "tilestream"
 #: The columns of a table of 8 bits.
 NARROW = {"cudnn": "cuDNN, bfloat16", "hopper": "Hopper", "portable": "portable"}
@@ -24,8 +26,8 @@ EXPLAINED = 0.98
 #: Classes of rows that are behind, by their part of the notes; the first class that has a row explains it.
 BEHIND: dict[str, Callable[[Row], bool]] = {
     "few keys": lambda row: row["length"] <= 1024,
-    "64 columns": lambda row: row["dim"] == 64,
-    "128 columns": lambda row: row["dim"] == 128,
+    "head dim 64": lambda row: row["dim"] == 64,
+    "head dim 128": lambda row: row["dim"] == 128,
     "others": lambda row: True,
 }
 
@@ -33,7 +35,7 @@ BEHIND: dict[str, Callable[[Row], bool]] = {
 def page(results: Path) -> list[str]:
     found = records(results, "attention*")
     parts = NOTES.page(SECTIONS, lambda _: found)
-    parts += [f"{lacks[0]} ({where(data)})" for data in found if (lacks := _missing(data))]
+    parts += [f"{lacks[0]} ({where(data)})" for data in found if (lacks := _missing(data)) and data["stem"] != MODELS]
     return parts + TIMELINES.sections(results)
 
 
@@ -107,13 +109,13 @@ def compared(rows: list[Row]) -> str:
 
 
 def by_width(rows: list[Row]) -> str:
-    """Geometric means of ours by each peer, by the columns of a head and the mask."""
+    """Geometric means of ours by each peer, by head dim and mask."""
     peers = [name for name in PEERS if any(name in row["tflops"] for row in rows)]
     groups: dict[str, list[Row]] = {}
     for dim in dict.fromkeys(row["dim"] for row in rows):
         groups[f"D {dim}"] = [row for row in rows if row["dim"] == dim]
         for causal in (True, False):
-            name = f"D {dim}, {'causal' if causal else 'full'}"
+            name = f"D {dim}, {'causal' if causal else 'non-causal'}"
             groups[name] = [row for row in groups[f"D {dim}"] if row["causal"] == causal]
     groups["all"] = rows
     made = []
@@ -190,12 +192,17 @@ def lists(data: Data) -> list[str]:
     return parts
 
 
+def _shown(row: Row, what: str) -> str:
+    """A row's name without its section; records say *full* of calls without a causal mask."""
+    return re.sub(r"\bfull\b", "non-causal", row["name"].removeprefix(f"{what} "))
+
+
 def fp8(data: Data) -> list[str]:
     rows = []
     for row in rows_of(data, "fp8"):
         rates = row["tflops"]
         over = rates["hopper"] / rates["cudnn"] if {"hopper", "cudnn"} <= set(rates) else None
-        rows.append([row["name"].removeprefix("fp8 "), *cells(rates, NARROW, ".0f", ""), cell(over, without="")])
+        rows.append([_shown(row, "fp8"), *cells(rates, NARROW, ".0f", ""), cell(over, without="")])
     return [NOTES.of(data, "fp8"), table(["", *NARROW.values(), "Hopper / cuDNN"], rows)] if rows else []
 
 
@@ -209,8 +216,7 @@ def listed(what: str, key: str = "tflops", form: str = ".0f") -> Callable[[Data]
         names = list(dict.fromkeys(name for row in (rows if key == "tflops" else rows[:1]) for name in row[key]))
         more = ["shares"] if "shares" in rows[0] else []
         made = [
-            [row["name"].removeprefix(f"{what} "), *cells(row[key], names, form, ""), *(str(row[one]) for one in more)]
-            for row in rows
+            [_shown(row, what), *cells(row[key], names, form, ""), *(str(row[one]) for one in more)] for row in rows
         ]
         whole = " whole" if data["stem"].endswith("whole") else ""
         return [NOTES.of(data, f"{what}{whole}"), table(["", *names, *more], made)]
@@ -229,6 +235,7 @@ def transformers(data: Data) -> list[str]:
     return [
         NOTES.of(data, "transformers", layers=data["layers"], note=note, worst=worst),
         *(part for clock in ("ms", "gpu_ms") for part in by_clock(rows, clock)),
+        *_missing(data),
     ]
 
 
@@ -238,14 +245,19 @@ def by_clock(rows: list[Row], clock: str) -> list[str]:
     made, ratios = [], []
     for row in rows:
         ms = row[clock]
+        if OURS not in ms:
+            continue
         best = min((ms[name] for name in names if name in ms), default=None)
-        both = None if best is None or OURS not in ms else best / ms[OURS]
+        both = None if best is None else best / ms[OURS]
         ratios += [] if both is None else [both]
         made.append([row["name"], *cells(ms, (*names, OURS), ".2f", ""), cell(both, without="")])
     if not ratios:
         return []
     head = ["", *names, "ours", "best other / ours"]
-    return [NOTES(f"transformers {clock}", mean=geomean(ratios), least=min(ratios)), table(head, made)]
+    return [
+        NOTES(f"transformers {clock}", count=len(ratios), mean=geomean(ratios), least=min(ratios)),
+        table(head, made),
+    ]
 
 
 def sizes(data: Data) -> list[str]:

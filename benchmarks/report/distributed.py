@@ -20,7 +20,7 @@ NOTES = Notes("distributed")
 #: Means are told of shapes with so many rows and columns, and of all: the others are a few rows, or a transfer alone.
 LARGE = 2048
 Found = list[tuple[Row, Judged]]
-TITLES = {"all_gather_matmul": "Gather", "matmul_reduce_scatter": "Reduce-scatter"}
+TITLES = {"all_gather_matmul": "All-gather", "matmul_reduce_scatter": "Reduce-scatter"}
 
 
 def picture(data: Data) -> str:

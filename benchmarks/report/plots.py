@@ -44,7 +44,7 @@ _WAYS = {
     "streamed": (palette.OTHER, "o", "stream_in in each call"),
     "restarted": (palette.OURS, "o", "a stream, restarted"),
 }  # fmt: skip
-#: Of the columns of a head.
+#: Of head dims.
 _WIDTHS = {64: palette.PEER, 128: palette.OURS, 256: palette.REDUCE}
 
 
@@ -211,7 +211,8 @@ def suite(data: Data, path: Path) -> None:
         axes.set_ylabel("cuBLAS's time / ours")
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
-        for kind in dict.fromkeys(gemm.outcome(row) for row in data["rows"]):
+        there = {gemm.outcome(row) for row in data["rows"]}
+        for kind in filter(there.__contains__, _OUTCOMES):
             axes.plot([], [], "o", color=_OUTCOMES[kind], label=kind)
         axes.plot([], [], "-", color=TEXT, linewidth=2, label="geometric mean")
         if any(row["ratio"] > HIGHEST for row in data["rows"]):
@@ -241,11 +242,13 @@ def scatter(data: Data, path: Path) -> None:
         axes.set_axisbelow(True)
         axes.set_xlabel("GFLOP")
         axes.set_ylabel("torch's time / ours")
-        _legend(axes, 5)
+        _legend(
+            axes, 5, title="lengths of A's and B's rows in memory (multiples of 64, of 8, ...), or fp8: geometric mean"
+        )
 
 
 def lengths(data: Data, path: Path) -> None:
-    """Rates of attention by the length of a sequence: a panel a width and mask, a line for ours and each peer."""
+    """Rates of attention by the length of a sequence: a panel a head dim and mask, a line for ours and each peer."""
     rows = attention.dense_calls(data)
     dims = sorted(dict.fromkeys(row["dim"] for row in rows))
     styles = {"ts": (palette.OURS, "o"), "cudnn": (palette.PEER, "s"), "fa4": (palette.BRING, "^")}
@@ -260,7 +263,7 @@ def lengths(data: Data, path: Path) -> None:
                         colour, mark = styles[name]
                         axes.plot(*zip(*points, strict=True), mark + "-", color=colour, markersize=4, label=label)
                 axes.set_xscale("log", base=2)
-                axes.set_title(f"{dim} columns of a head, {'causal' if causal else 'full'}")
+                axes.set_title(f"head dim {dim}, {'causal' if causal else 'non-causal'}")
                 axes.grid(visible=True, color=GRID, linewidth=0.6)
             line[0].set_ylabel("TFLOP/s")
         panels[0][0].set_ylim(0, 1.05 * max(rate for row in rows for rate in row["tflops"].values()))
@@ -268,15 +271,15 @@ def lengths(data: Data, path: Path) -> None:
         panels[0][0].set_xticks(ticks, [str(x) if x < 1024 else f"{x // 1024}k" for x in ticks])
         panels[0][0].xaxis.minorticks_off()
         for axes in panels[-1]:
-            axes.set_xlabel("rows of a sequence, of 16k tokens")
+            axes.set_xlabel("sequence length, 16k tokens in all")
         _legend(panels[0][0], 3)
 
 
 def sizes(data: Data, path: Path) -> None:
-    """A panel a width and length: the rate of each group of heads, by the fastest of the panel."""
+    """A panel a head dim and length: the rate of each group of heads, by the fastest of the panel."""
     found = attention.sizes_of(data)
     dims, lengths = (sorted({at[which] for at in found}) for which in (0, 1))
-    title = f"How many heads are taken together, causal, {data['device']}"
+    title = f"Attention by heads computed at once, causal, {data['device']}"
     with _figure(path, title, 90 + 130 * len(dims), (len(dims), len(lengths)), sharex=True, sharey=True) as panels:
         for dim, line in zip(dims, panels, strict=True):
             colour = _WIDTHS[dim]
@@ -284,7 +287,7 @@ def sizes(data: Data, path: Path) -> None:
                 rates = found.get((dim, length), {})
                 most = max(rates.values(), default=1.0)
                 for power, face, label in (
-                    (True, colour, "a power of two"),
+                    (True, colour, "heads at once: a power of two"),
                     (False, "white", "another number"),
                 ):
                     some = [(4e-6 * size * length * dim, rate / most) for size, rate in rates.items()
@@ -297,8 +300,8 @@ def sizes(data: Data, path: Path) -> None:
                 axes.xaxis.minorticks_off()
                 axes.grid(visible=True, color=GRID, linewidth=0.6)
                 if dim == dims[0]:
-                    axes.set_title(f"{length} rows")
+                    axes.set_title(f"sequence length {length}")
                 if dim == dims[-1]:
-                    axes.set_xlabel("MB of keys and values")
-            line[0].set_ylabel(f"{dim} columns:\nrate / fastest")
+                    axes.set_xlabel("MB of their keys and values")
+            line[0].set_ylabel(f"head dim {dim}:\nrate / fastest")
         _legend(panels[0][0], 2)

@@ -136,7 +136,7 @@ def refused() -> Iterator[str]:
     calls: dict[str, Callable[[], object]] = {
         "a device without a backend": lambda: ts.plan(64, 64, 64, device="mps"),
         "integers": lambda: ts.plan(64, 64, 64, dtype="int8"),
-        "a head of 260 columns": lambda: ts.attention_plan(64, heads_q=1, head_dim=260),
+        "head dim 260": lambda: ts.attention_plan(64, heads_q=1, head_dim=260),
         "the CDNA kernel in float32": lambda: ts.plan(64, 64, 64, dtype="float32", device="mi300x", backend="cdna"),
         "publishing beside an operand that arrives": lambda: ts.plan(
             64, 64, 64, arrival=ts.Arrival.uniform(32, 2), publish=ts.Arrival.uniform(32, 2)

@@ -95,4 +95,4 @@ def verdict(ratio: float, band: Sequence[float]) -> str:
 
 
 def mask(row: Row) -> str:
-    return "causal" if row["causal"] else "full"
+    return "causal" if row["causal"] else "non-causal"

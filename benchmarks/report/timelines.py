@@ -15,12 +15,17 @@ from tilestream_tools.trace.perfetto import load as load_trace
 
 #: Pixels of a page: of a worker's row, and of a lane.
 _ROW, _LANE = 3, 17
-#: Of the lanes of a block, by their first word: their colour, and what the legend says of all of that colour.
+#: Of the lanes of a block, by their names in records: on the picture, their colour, and what the legend says of it.
 _LANES = {
-    "gather": (palette.OURS, "matmul"), "w2": (palette.OURS, "matmul"), "silu": (palette.NEUTRAL, "other kernels"),
-    "own": (palette.BRING, "copy of its own rows"), "rows": (palette.SECOND, "copies of others' rows"),
-    "sums": (palette.REDUCE, "copies of partial sums"),
-}  # fmt: skip
+    "gather: w1, w3": ("w1, w3 as rows arrive", palette.OURS, "matmul"),
+    "w2, and publish": ("w2, which publishes", palette.OURS, "matmul"),
+    "silu, sum": ("SiLU, final sum", palette.NEUTRAL, "other kernels"),
+    "own rows": ("own rows", palette.BRING, "copy of its own rows"),
+    "rows of others": ("peers' rows", palette.SECOND, "all-gather (copies)"),
+    "sums of others": ("peers' sums", palette.REDUCE, "reduce-scatter (copies)"),
+}
+#: Of a way to gather, by the end of a record's name: what the title says.
+_WAYS = {"_push": ", pushed", "_pull": ", pulled"}
 
 
 def name_of(path: Path) -> str:
@@ -59,7 +64,8 @@ class Timelines(NamedTuple):
             images.mkdir(parents=True, exist_ok=True)
             (launch,) = load_trace(path)
             # Without the plan, which is in the text.
-            title = f"{launch.op}: {launch.label.partition(': ')[0]}"
+            way = next((text for end, text in _WAYS.items() if end in path.name), "")
+            title = f"{launch.op}: {launch.label.partition(': ')[0]}{way}"
             draw(launch, images / self._picture(path), title=title, size=(
                 palette.SCALE * palette.WIDTH, palette.SCALE * (self.head + _ROW * launch.workers)
             ))  # fmt: skip
@@ -99,21 +105,23 @@ def _draw_lanes(data: Data, path: Path) -> None:
     legend = {}
     for y, row in enumerate(rows):
         spans = [(begin / 1e3, (end - begin) / 1e3) for begin, end in row["spans"]]
-        colour, what = _LANES[row["lane"].replace(":", " ").replace(",", " ").split()[0]]
+        _, colour, what = _LANES[row["lane"]]
         axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=colour)
         if spans:
             legend[what] = Patch(facecolor=colour, label=what)
         if y and row["rank"] != rows[y - 1]["rank"]:
             axes.axhline(y - 0.5, color=palette.FAINT, linewidth=0.8)
             axes.axhline(y - 0.5, -0.27, 0, color=palette.FAINT, linewidth=0.8, clip_on=False)
-    axes.set_yticks(range(len(rows)), [row["lane"] for row in rows], fontsize=palette.SMALL, color=palette.TEXT)
+    axes.set_yticks(
+        range(len(rows)), [_LANES[row["lane"]][0] for row in rows], fontsize=palette.SMALL, color=palette.TEXT
+    )
     for rank in dict.fromkeys(row["rank"] for row in rows):
         places = [y for y, row in enumerate(rows) if row["rank"] == rank]
         made.text(12 / palette.WIDTH, (76 + inner - _LANE * (sum(places) / len(places) + 0.5)) / height, f"GPU {rank}",
                   fontsize=palette.SMALL, fontweight="bold", va="center", color=palette.TEXT)  # fmt: skip
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.01 * data["ms"])
-    axes.set_xlabel("ms from the block's begin", fontsize=palette.SMALL, color=palette.FAINT)
+    axes.set_xlabel("ms from the block's start", fontsize=palette.SMALL, color=palette.FAINT)
     axes.tick_params(axis="x", labelsize=palette.SMALL, colors=palette.FAINT)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=palette.GRID, linewidth=0.8)

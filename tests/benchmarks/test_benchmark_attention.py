@@ -88,8 +88,8 @@ def test_what_is_behind_is_counted_by_class() -> None:
     assert head == "**Behind the faster peer**, below 0.98:"
     counts = [line.partition(" (")[0] for line in text.splitlines()]
     assert counts == [
-        "- few keys: 1 of 1, down to 0.750", "- 64 columns: 1 of 2, down to 0.875",
-        "- 128 columns: 1 of 1, down to 0.950", "- others: 1 of 5, down to 0.750",
+        "- few keys: 1 of 1, down to 0.750", "- head dim 64: 1 of 2, down to 0.875",
+        "- head dim 128: 1 of 1, down to 0.950", "- others: 1 of 5, down to 0.750",
     ]  # fmt: skip
     assert attention.behind([dense(128, 1024, 400.0)]) == []
 

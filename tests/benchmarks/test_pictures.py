@@ -143,6 +143,14 @@ def test_legends_list_what_is_there_alone(drawn):
 
 
 @DRAWS
+def test_they_are_in_the_field_s_words(drawn):
+    told = {name: " ".join(text for _, text, *_ in found) for name, (_, _, found, _) in drawn.items()}
+    assert "head dim 64, non-causal" in told["attention_h100.png"]
+    assert "reduce-scatter" in told["mlp_x2_h200.png"]
+    assert not [name for name, text in told.items() if re.search(r"columns of a head|\bfull\b|\bGather\b", text)]
+
+
+@DRAWS
 def test_times_below_a_millisecond_are_in_microseconds(drawn):
     told = [text for _, text, *_ in drawn["trace_static_beside.png"][2]]
     assert "us from the launch" in told

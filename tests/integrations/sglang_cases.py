@@ -160,7 +160,7 @@ def test_caps_and_sinks_are_passed_on(theirs, monkeypatch):
         ({"layer": {"k_scale": torch.ones(1)}}, "a cache with scales"),
         ({"more": {"score_mod": print}}, "arguments score_mod"),
         ({"forward": {"seq_lens_cpu": None}}, "lengths that the host does not know"),
-        ({"layer": {"qk_head_dim": 36}}, "36 columns a head"),
+        ({"layer": {"qk_head_dim": 36}}, "head dim 36"),
         ({"q": torch.float16}, "queries are torch.float16, keys torch.float32"),
     ],
 )

@@ -85,9 +85,7 @@ def test_batches_of_other_lengths_have_few_plans(monkeypatch):
 
 def test_heads_that_are_not_computed_here():
     assert paged.heads_refused(8, 2, 64, 64) == ""
-    assert paged.heads_refused(8, 2, 64, 260).startswith(
-        "260 columns a head; here they are multiples of 8, at most 256"
-    )
+    assert paged.heads_refused(8, 2, 64, 260).startswith("head dim 260; here it is a multiple of 8, at most 256")
     assert paged.heads_refused(8, 3, 64) == "8 query heads on 3 heads of keys"
 
 

@@ -205,8 +205,8 @@ def test_what_is_not_done_here_stays_with_vllm_and_is_said_once(queries, options
     [
         ({"kv_cache_dtype": "fp8"}, "a cache of fp8"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of type"),
-        ({"dim": 36}, "36 columns a head; here they are multiples of 8, at most 256"),
-        ({"dim": 512}, "512 columns a head"),
+        ({"dim": 36}, "head dim 36; here it is a multiple of 8, at most 256"),
+        ({"dim": 512}, "head dim 512"),
     ],
 )
 def test_layers_that_are_never_computed_here_know_it(options, why):
@@ -217,7 +217,7 @@ def test_pages_and_dtypes_that_are_not_computed_here():
     q, k = torch.zeros(3, HEADS, DIM), torch.zeros(PAGES, 48, KV_HEADS, DIM)
     assert paged.pages_refused(q, k, k).startswith("pages of 48 keys; here a page has a power of two")
     assert paged.pages_refused(q.half(), k[:, :16], k[:, :16]).startswith("queries are torch.float16, keys torch.flo")
-    assert "side by side" in paged.pages_refused(q, *[k[:, :16].transpose(2, 3)] * 2)
+    assert "not contiguous" in paged.pages_refused(q, *[k[:, :16].transpose(2, 3)] * 2)
     assert not paged.pages_refused(q, k[:, :16], k[:, :16])
 
 

@@ -42,21 +42,21 @@ CASES = {
     "dtype": (tensors(q=torch.zeros(2, 6, 4, 8, dtype=torch.int8)), TypeError, r"q is torch\.int8; attention takes"),
     "dtypes": (tensors(k=torch.zeros(2, 9, 2, 8).half()), TypeError, r"q is torch\.float32, k is torch\.float16"),
     "dimensions": (tensors(q=torch.zeros(6, 4, 8)), ValueError, r"q has shape \[6, 4, 8\]; it must be \[B, S, H, D\]"),
-    "columns differ": (tensors(k=torch.zeros(2, 9, 2, 16)), ValueError, "q has 8 columns a head, k has 16"),
+    "columns differ": (tensors(k=torch.zeros(2, 9, 2, 16)), ValueError, "q has head dim 8, k has 16"),
     "columns": (
         {name: torch.zeros(1, 3, 1, 12) for name in "qkv"}, ValueError,
-        "q has 12 columns a head; a head has a multiple of 8, at most 256: pad with zeros",
+        "q has head dim 12; it must be a multiple of 8, at most 256: pad with zeros",
     ),
-    "k and v": (tensors(v=torch.zeros(2, 8, 2, 8)), ValueError, "differ in more than the head's columns"),
+    "k and v": (tensors(v=torch.zeros(2, 8, 2, 8)), ValueError, "differ in more than the head dim"),
     "heads": (tensors(q=torch.zeros(2, 300, 3, 8)), ValueError, "q has 3 heads, k has 2; each head of keys serves"),
     "batches": (tensors(q=torch.zeros(3, 6, 4, 8)), ValueError, "k has 2 sequences, q has 3"),
     "strides": (
         tensors(k=torch.zeros(2, 9, 8, 2).transpose(2, 3)), ValueError,
-        r"k has strides .*; a head's columns lie side by side: k\.contiguous\(\)",
+        r"k has strides .*; a head's elements must be contiguous: k\.contiguous\(\)",
     ),
     "None": (tensors(k=None), TypeError, r"attention: k is None; it must be a torch\.Tensor"),
     "no columns": (
-        {name: torch.zeros(1, 3, 1, 0) for name in "qkv"}, ValueError, "q has 0 columns a head; a head has a multiple",
+        {name: torch.zeros(1, 3, 1, 0) for name in "qkv"}, ValueError, "q has head dim 0; it must be a multiple",
     ),
     "wide window": (
         tensors(window=(2**70, 0)), ValueError,
@@ -197,14 +197,19 @@ def test_out_is_its_own():
         ts.attention(**tensors(out=torch.zeros(1, 1, 1, 16).expand(2, 6, 4, 16)))
 
 
-def test_equal_rows_and_heads_of_a_transposed_tensor_are_pointed_out_once(caplog):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_equal_rows_and_heads_are_pointed_out_once(caplog, transposed):
+    """``torch.randn(2, 8, 8, 16)`` is right in either layout, and nothing says which is meant."""
     attention_request._point_out.cache_clear()
-    plain = torch.zeros(2, 6, 6, 8)
-    for q in (plain, plain.transpose(1, 2), plain.transpose(1, 2), plain[:, :, :4].transpose(1, 2)):
-        ts.attention(q, q, q)
+    plain, longer = torch.zeros(2, 6, 6, 8), torch.zeros(2, 9, 6, 8)
+    ts.attention(plain, longer, longer)
     ts.attention(plain.transpose(1, 2), plain, plain, layout="bhsd")
+    assert not caplog.records
+    q = plain.transpose(1, 2) if transposed else plain
+    for one in (q, q, q[:, :, :4], torch.zeros(2, 4, 4, 8)):
+        ts.attention(one, one, one)
     (said,) = [record.message for record in caplog.records if record.name == attention_request.logger.name]
-    assert said.startswith("attention: layout='bshd' is [B, S, H, D], and q [2, 6, 6, 8] has as many rows as heads")
+    assert said.startswith("attention: layout='bshd' is [B, S, H, D], and q has as many rows as heads")
     assert "pass layout='bhsd'" in said
 
 

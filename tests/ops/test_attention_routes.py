@@ -53,10 +53,10 @@ def test_torchs_function_in_the_block(shapes, is_causal, scale, taken):
 REFUSED = {
     "a mask": ({"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, {}, "attn_mask= is any mask"),
     "dropout": ({"dropout_p": 0.5}, {}, r"dropout_p=0\.5"),
-    "columns": ({}, {"columns": 12}, r"\[12\] columns a head"),
+    "columns": ({}, {"columns": 12}, r"head dim \[12\]"),
     "dtype": ({}, {"dtype": torch.float64}, r"dtype torch\.float64"),
     "gradient": ({}, {"gradient": True}, "it needs a gradient"),
-    "strides": ({}, {"turned": True}, "columns that do not lie side by side"),
+    "strides": ({}, {"turned": True}, "a head dim that is not contiguous"),
     "dimensions": ({}, {"batch": (2, 3)}, "5 dimensions"),
 }
 

@@ -435,7 +435,7 @@ BAD_ATTENTION = {
     "dtype": (lambda q: ts.attention(q, q.double(), q), "they have one dtype"),
     "sparse": (lambda q: ts.attention(q.to_sparse(), q, q), "attention: q has layout torch.sparse_coo"),
     "overlap": (lambda q: ts.attention(q, q, q, out=q), "out: overlaps q in memory"),
-    "strides": (lambda q: ts.attention(q, q.mT.contiguous().mT, q), "a head's columns lie side by side"),
+    "strides": (lambda q: ts.attention(q, q.mT.contiguous().mT, q), "a head's elements must be contiguous"),
 }
 
 

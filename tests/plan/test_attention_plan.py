@@ -70,7 +70,7 @@ def test_bytes():
     ("change", "error", "message"),
     [
         ({"batch": -1}, ValueError, "batch=-1; an extent is not negative"),
-        ({"head_dim": 12}, ValueError, "head_dim=12; a head has a multiple of 8 columns, at most 256"),
+        ({"head_dim": 12}, ValueError, "head_dim=12; it must be a multiple of 8, at most 256"),
         ({"heads_kv": 3}, ValueError, "heads_q=4, heads_kv=3; each head of keys serves"),
         ({"dtype": "int8"}, TypeError, "dtype: int8; attention takes"),
         ({"alignment": "left"}, ValueError, "alignment='left'; it must be one of"),

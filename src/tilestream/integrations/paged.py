@@ -26,7 +26,7 @@ def say_once(engine: str, why: str) -> None:
 def heads_refused(heads: int, kv_heads: int, *dims: int) -> str:
     """Why heads of these numbers and columns are not computed here; empty if they are."""
     if any(dim % HEAD_DIM_STEP or not 0 < dim <= MOST_HEAD_DIM for dim in dims):
-        return f"{max(dims)} columns a head; here they are multiples of {HEAD_DIM_STEP}, at most {MOST_HEAD_DIM}"
+        return f"head dim {max(dims)}; here it is a multiple of {HEAD_DIM_STEP}, at most {MOST_HEAD_DIM}"
     if not kv_heads or heads % kv_heads:
         return f"{heads} query heads on {kv_heads} heads of keys"
     return ""
@@ -39,7 +39,7 @@ def pages_refused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     if k.shape[1] not in PAGE_SIZES:
         return f"pages of {k.shape[1]} keys; here a page has a power of two, at most {PAGE_SIZES[-1]}"
     if any(x.stride(-1) != 1 for x in (q, k, v)):
-        return "columns of a head that do not lie side by side"
+        return "a head dim that is not contiguous"
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured, whose replays have other lengths"
     return ""

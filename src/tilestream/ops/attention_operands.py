@@ -55,19 +55,19 @@ def check_shapes(op: str, x: AttentionOperands) -> None:
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"{op}: q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; they have one dtype")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{op}: k {list(k.shape)} and v {list(v.shape)} differ in more than the head's columns")
+        raise ValueError(f"{op}: k {list(k.shape)} and v {list(v.shape)} differ in more than the head dim")
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{op}: q has {q.shape[-1]} columns a head, k has {k.shape[-1]}; they have the same")
+        raise ValueError(f"{op}: q has head dim {q.shape[-1]}, k has {k.shape[-1]}; they must be equal")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         dim = tensor.shape[-1]
         if dim % HEAD_DIM_STEP or not 0 < dim <= MOST_HEAD_DIM:
             raise ValueError(
-                f"{op}: {name} has {dim} columns a head; a head has a multiple of {HEAD_DIM_STEP}, at most "
+                f"{op}: {name} has head dim {dim}; it must be a multiple of {HEAD_DIM_STEP}, at most "
                 f"{MOST_HEAD_DIM}: pad with zeros (torch.nn.functional.pad), and give scale="
             )
         if tensor.numel() and tensor.stride(-1) != 1:
             raise ValueError(
-                f"{op}: {name} has strides {list(tensor.stride())}; a head's columns lie side by side: "
+                f"{op}: {name} has strides {list(tensor.stride())}; a head's elements must be contiguous: "
                 f"{name}.contiguous()"
             )
     heads_q, heads_kv = q.shape[-2], k.shape[-2]

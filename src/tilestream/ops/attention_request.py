@@ -323,19 +323,16 @@ def _to_rows_first(
     if r.layout == "bhsd":
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if not (packed_q or torch.compiler.is_compiling()):
-        if q.shape[1] == q.shape[2] > 1 and q.stride(1) < q.stride(2):
-            _point_out(_as_many(q))
+        if q.shape[1] == q.shape[2] > 1 and (q.shape == k.shape or q.stride(1) < q.stride(2)):
+            _point_out(_AS_MANY)
         elif q.shape[2] > q.shape[1] > 1 and q.shape == k.shape and q.is_contiguous():
             _point_out(_FEWER)
     return q, k, v
 
 
-#: For tensors of more heads than rows, whatever their extents: a prompt that short is rare, but right.
+#: Whatever the extents, so that each is said once: a prompt that short is rare, but right.
 _FEWER = "q has more heads than rows"
-
-
-def _as_many(q: torch.Tensor) -> str:
-    return f"q {list(q.shape)} has as many rows as heads, and the strides {list(q.stride())} of a transposed tensor"
+_AS_MANY = "q has as many rows as heads, so that either layout fits"
 
 
 @functools.lru_cache(maxsize=256)

@@ -137,13 +137,13 @@ def unfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
         return f"dtype {q.dtype}"
     if (heads := max(x.shape[-3] for x in tensors)) > MOST_HEADS:
         return f"{heads} heads"
-    columns = [x.shape[-1] for x in tensors]
-    if any(c % HEAD_DIM_STEP or not 0 < c <= MOST_HEAD_DIM for c in columns):
-        return f"{sorted(set(columns))} columns a head"
+    dims = [x.shape[-1] for x in tensors]
+    if any(c % HEAD_DIM_STEP or not 0 < c <= MOST_HEAD_DIM for c in dims):
+        return f"head dim {sorted(set(dims))}"
     if not all(x.numel() for x in tensors):
         return "nothing to compute"
     if any(x.stride(-1) != 1 for x in tensors):
-        return "columns that do not lie side by side"
+        return "a head dim that is not contiguous"
     return ""
 
 

@@ -90,7 +90,7 @@ class AttentionProblem:
             dim = getattr(self, name)
             if dim % HEAD_DIM_STEP or not 0 < dim <= MOST_HEAD_DIM:
                 raise ValueError(
-                    f"{name}={dim}; a head has a multiple of {HEAD_DIM_STEP} columns, at most {MOST_HEAD_DIM}: pad "
+                    f"{name}={dim}; it must be a multiple of {HEAD_DIM_STEP}, at most {MOST_HEAD_DIM}: pad "
                     "with zeros (torch.nn.functional.pad), and give scale="
                 )
         if self.heads_kv and self.heads_q % self.heads_kv:

@@ -27,7 +27,9 @@ def cuda_properties(index: int | None = None) -> DeviceProperties:
     The number of SMs is that of the current context: a green context has a part of them.
     """
     if not torch.cuda.is_available():
-        raise NotImplementedError("device='cuda': torch sees no GPU here; use device='cpu'")
+        raise NotImplementedError(
+            "device='cuda': torch sees no GPU here; name the GPU to plan or compile for, such as 'h100', or use 'cpu'"
+        )
     if index is None:
         index = torch.cuda.current_device()
     return _restricted(index, context_units(index))

@@ -12,6 +12,13 @@ import sys
 def main() -> None:
     """Run the command line: what the ``tilestream`` script calls."""
     try:
+        _run()
+    except KeyboardInterrupt:  # while modules are imported: typer ends a command by itself
+        raise SystemExit(130) from None
+
+
+def _run() -> None:
+    try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:

@@ -19,7 +19,9 @@ Row = tuple[Any, ...]
 def isa(
     kernel: Annotated[
         str | None,
-        typer.Argument(help="A kernel's name, or a file of AMDGCN assembly. Without it, the kernels are listed."),
+        typer.Argument(
+            metavar="KERNEL", help="A kernel's name, or a file of AMDGCN assembly. Without it, the kernels are listed."
+        ),
     ] = None,
     arch: Annotated[
         str | None,

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    m: Annotated[int, typer.Argument(min=0, help="Rows of A.")],
-    n: Annotated[int, typer.Argument(min=0, help="Columns of B.")],
-    k: Annotated[int, typer.Argument(min=0, help="Columns of A, rows of B.")],
+    m: Annotated[int, typer.Argument(metavar="M", min=0, help="Rows of A.")],
+    n: Annotated[int, typer.Argument(metavar="N", min=0, help="Columns of B.")],
+    k: Annotated[int, typer.Argument(metavar="K", min=0, help="Columns of A, rows of B.")],
     batch: Annotated[int, typer.Option(min=0, help="Number of such matmuls.")] = 1,
     dtype: Annotated[
         str,

@@ -1,7 +1,6 @@
 """``tilestream report``: this machine, measured, as a page for a browser."""
 
 import contextlib
-import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +37,7 @@ def report(
     ui.found(**data)
     typer.echo(f"report: {page}, {beside}")
     if show:
-        webbrowser.open(page.absolute().as_uri())
+        ui.open_page(page)
 
 
 @contextlib.contextmanager

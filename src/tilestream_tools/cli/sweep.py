@@ -19,7 +19,7 @@ _BY = (
 
 def sweep(
     plot: Annotated[
-        list[Path] | None, typer.Argument(help="With --plot: the records to draw into one picture.")
+        list[Path] | None, typer.Argument(metavar="RECORD", help="With --plot: the records to draw into one picture.")
     ] = None,
     only_plot: Annotated[bool, typer.Option("--plot", help="Only draw the named records.")] = False,
     suite: Annotated[

@@ -1,7 +1,6 @@
 """``tilestream trace``: a saved trace as a table, as a picture, and as a page for a browser."""
 
 import tempfile
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +9,11 @@ import typer
 from tilestream_tools.cli import ui
 from tilestream_tools.units import milliseconds
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="A trace that tilestream wrote: .json or .json.gz.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace that tilestream wrote: .json or .json.gz.")],
     html: Annotated[Path | None, typer.Option(help="Write the timelines here as a page (.html) to zoom into.")] = None,
     show: Annotated[
         bool, typer.Option("--open", help="Open that page in the browser; without --html it is a temporary file.")
@@ -42,6 +43,8 @@ def trace(
         raise ValueError(f"{file}: the trace holds no launch")
     if html is not None and html.suffix != ".html":
         raise ValueError(f"--html {html}: a page ends with .html")
+    if png is not None and png.suffix not in PICTURES:
+        raise ValueError(f"--png {png}: a picture ends with {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     console, told = ui.console(), page.table(launches)
     for index, (one, row) in enumerate(zip(launches, told, strict=True)):
         console.print(f"launch {index}: {one.op}, {one.label}: {one.tiles_done} of {one.tiles} tiles", markup=False)
@@ -62,7 +65,7 @@ def trace(
         console.print(f"page: {html}", markup=False)
         ui.found(page=str(html))
         if show:
-            webbrowser.open(html.absolute().as_uri())
+            ui.open_page(html)
     if png is not None:
         from tilestream_tools.trace.draw import default_size, draw
 

@@ -10,7 +10,7 @@ from tilestream_tools.cli import ui
 
 
 def tune(
-    shape: Annotated[list[str], typer.Argument(help="Shapes MxNxK.")],
+    shape: Annotated[list[str], typer.Argument(metavar="MxNxK", help="Shapes, such as 4096x8192x28672.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     layout: Annotated[str, typer.Option(help="Layouts of A and B: nn, nt, tn or tt; nt is a linear layer's.")] = "nt",
     within: Annotated[

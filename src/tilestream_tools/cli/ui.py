@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -83,6 +84,14 @@ def guarded(command: Command) -> Command:
             fail(one_line(error), FAILED if isinstance(error, TilestreamError) else BAD_INPUT)
 
     return run  # type: ignore[return-value]
+
+
+def open_page(page: Path) -> None:
+    """Open ``page`` in the browser, or say that there is none."""
+    import webbrowser
+
+    if not webbrowser.open(page.absolute().as_uri()):
+        typer.echo(f"tilestream: --open: no browser was found here; copy {page} to where there is one", err=True)
 
 
 def fail(message: str, status: int = BAD_INPUT) -> None:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def warm(
     model: Annotated[
-        Path | None, typer.Argument(help="A model: Hugging Face's config.json, or the folder that holds it.")
+        Path | None,
+        typer.Argument(metavar="MODEL", help="A model: Hugging Face's config.json, or the folder that holds it."),
     ] = None,
     gemm: Annotated[
         list[str] | None,

@@ -35,7 +35,7 @@ _OPERANDS = ("A's rows", "B's columns")
 
 # Bars, as parts of a row. A part of a tile is thinner than a whole one, so that stream-K's split shows without colour.
 _BAR, _PART, _WAIT = 0.80, 0.46, 0.64
-_MARKER_ROW, _MARKER_PIXELS = 0.62, 18  # height of an arrivals row and of a reading row: of a worker's, and at least
+_MARKER_ROW, _MARKER_PIXELS = 0.62, 18  # height of an arrivals row and of a transfer row: of a worker's, and at least
 
 # Margins in pixels of a page. A colour bar takes _COLOUR_BAR more on the right, a line of the heading _HEADING on top.
 _LEFT, _RIGHT, _TOP, _LOW = 84, 18, 48, 66
@@ -113,7 +113,7 @@ def default_size(launch: LaunchTrace) -> tuple[int, int]:
 
 
 class _Picture:
-    """The layout: rows from the top are arrivals and reading (an operand each), then the workers."""
+    """The layout: rows from the top are arrivals and transfer (an operand each), then the workers."""
 
     def __init__(self, launch: LaunchTrace) -> None:
         self.launch = launch
@@ -147,7 +147,7 @@ class _Picture:
             gap = max(_APART - (_MARKER_PIXELS + self.row_pixels) / 2, 0.0) / self.row_pixels
         self.marker_row = (inside / self.row_pixels - self.launch.workers - gap) / markers if markers else 0.0
         for operand in self.arrivals:
-            for what in ("arrivals", "reading"):
+            for what in ("arrivals", "transfer"):
                 if what == "arrivals" or operand in self.started:
                     self.middle[what, operand] = self.total + self.marker_row / 2
                     self.total += self.marker_row
@@ -266,10 +266,10 @@ class _Picture:
         if operand in self.started:
             edges = [self.ms(self.started[operand]), *x]
             bar = self.marker_row * _BAR
-            boxes = [(self.middle["reading", operand] - bar / 2, bar)] * len(x)
+            boxes = [(self.middle["transfer", operand] - bar / 2, bar)] * len(x)
             edge = 0.7 if (edges[-1] - edges[0]) / self.pixel / len(x) >= 5 else 0.0
             style = {"facecolors": colours, "edgecolors": "white", "linewidths": edge, "zorder": 3}
-            _bars(axes, list(pairwise(edges)), boxes, f"reading {operand}", **style)
+            _bars(axes, list(pairwise(edges)), boxes, f"transfer {operand}", **style)
         if operand != min(self.arrivals):
             return []
         return [Line2D([], [], marker="v", linestyle="", color=FAINT, markersize=7, label="a chunk arrives")]

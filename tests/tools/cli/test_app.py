@@ -104,6 +104,21 @@ def test_main_is_the_entry_point(monkeypatch, capsys):
     assert tilestream.__version__ in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("during", ["typer", "tilestream_tools.cli.app"])
+def test_ctrl_c_while_modules_are_imported_is_status_130(during):
+    done = python(
+        "import sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {during!r}: raise KeyboardInterrupt\n"
+        "from tilestream_tools.cli import main\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "main()",
+        "plan", "64", "64", "64",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 LATE = ArrivalTimeout("matmul", 0, 3, "tile 1", 1.0, 1.0)
 
 

@@ -42,7 +42,7 @@ def test_writes_a_page_of_all_launches_or_of_one(cli, saved, tmp_path):
 
 def test_opens_the_page(cli, saved, tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert cli("trace", saved, "--open").exit_code == 0
     (address,) = opened
@@ -52,7 +52,16 @@ def test_opens_the_page(cli, saved, tmp_path, monkeypatch):
     assert opened[1:] == [(tmp_path / "t.html").as_uri()]
 
 
+def test_where_there_is_no_browser_it_says_where_the_page_is(cli, saved, tmp_path, monkeypatch):
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
+    result = cli("trace", saved, "--html", tmp_path / "t.html", "--open")
+    assert (result.exit_code, f"copy {tmp_path / 't.html'} to where there is one" in result.stderr) == (0, True)
+
+
 def test_bad_input(cli, saved, tmp_path):
+    result = cli("trace", saved, "--png", tmp_path / "t.foo")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "t.foo: a picture ends with .png, .svg or .pdf" in result.stderr
     assert "a page ends with .html" in cli("trace", saved, "--html", tmp_path / "t.png").stderr
     assert cli("trace", tmp_path / "none.json").exit_code == 2
     (tmp_path / "other.json").write_text("{}")

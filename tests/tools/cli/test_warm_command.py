@@ -155,3 +155,10 @@ def test_bad_input_is_one_line_and_status_2(cli, compiled, tmp_path, arguments, 
     assert says in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
     assert not compiled
+
+
+def test_without_a_gpu_it_asks_for_a_name(cli, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = cli("warm", "--gemm", "8,16,24")
+    assert result.exit_code == 2
+    assert "torch sees no GPU here; name the GPU to plan or compile for" in result.stderr

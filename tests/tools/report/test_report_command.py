@@ -104,7 +104,7 @@ def test_an_unknown_device_writes_nothing(tmp_path, monkeypatch):
 
 def test_answers_with_json_and_opens_the_page(asked, tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
     status, stdout, _ = by_typer("--json", "--open", "--out", tmp_path / "r.html")
     assert status == 0
     assert json.loads(stdout) == json.loads((tmp_path / "r.json").read_text())

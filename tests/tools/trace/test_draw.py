@@ -44,7 +44,7 @@ class Drawn:
 @pytest.mark.parametrize("workers", [1, 2, 5, 16])
 def test_one_row_a_worker(make_launch, workers):
     made = Drawn(make_launch(workers))
-    assert made.rows == ["arrivals", "reading", *(f"worker {w}" for w in range(workers))]
+    assert made.rows == ["arrivals", "transfer", *(f"worker {w}" for w in range(workers))]
     assert len(made.boxes("idle")) == workers
 
 
@@ -70,21 +70,21 @@ def test_waits_are_hatched_and_passing_an_open_gate_is_not_drawn(make_launch):
     assert 0 < len(made.boxes("wait")) == len(real) < len(made.spans("wait"))
 
 
-def test_arrivals_are_marked_at_their_times_and_reading_runs_from_one_to_the_next(make_launch):
+def test_arrivals_are_marked_at_their_times_and_the_transfer_runs_from_one_to_the_next(make_launch):
     made = Drawn(make_launch(2, chunks=4))
     times = [made.ms(when) for when in made.launch.arrivals[0]]
     assert [x for x, _ in made.kinds["arrivals 0"].get_offsets()] == times
-    assert [(x0, x1) for x0, x1, _, _ in made.boxes("reading 0")] == list(
+    assert [(x0, x1) for x0, x1, _, _ in made.boxes("transfer 0")] == list(
         itertools.pairwise([pytest.approx(-2.0), *times])
     )
 
 
-def test_no_reading_row_where_its_beginning_is_not_known(make_launch):
+def test_no_transfer_row_where_its_beginning_is_not_known(make_launch):
     launch = make_launch(2)
     launch.started.clear()
     made = Drawn(launch)
     assert made.rows == ["arrivals", "worker 0", "worker 1"]
-    assert "reading 0" not in made.kinds
+    assert "transfer 0" not in made.kinds
 
 
 def test_parts_and_reduces_differ_from_tiles(make_launch):
@@ -107,7 +107,7 @@ def test_each_operand_has_rows_and_a_colour_bar_of_its_own(make_launch):
     one, two = Drawn(make_launch(2)), Drawn(make_launch(2, both=True))
     assert one.figure.axes[1].get_ylabel() == "chunk"
     assert all(tick == int(tick) for tick in one.figure.axes[1].get_yticks())
-    assert two.rows[:3] == ["arrivals A", "reading A", "arrivals B"]
+    assert two.rows[:3] == ["arrivals A", "transfer A", "arrivals B"]
     assert [axes.get_ylabel() for axes in two.figure.axes[1:]] == ["chunk of A's rows", "chunk of B's columns"]
 
 
