@@ -9,12 +9,13 @@ from pathlib import Path
 from benchmarks.core.records import Data, records
 from benchmarks.distributed.dispatch_table import taken
 from benchmarks.distributed.floors import judged
-from benchmarks.report import attention, contention, gemm, grouped, tables
+from benchmarks.report import attention, contention, gemm, grouped, rank_calls, tables
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import geomean, table, verdict
 
 NOTES = Notes("index")
 OPS = {"all_gather_matmul": "all-gather + matmul", "matmul_reduce_scatter": "matmul + reduce-scatter"}
+AS_CALLED = {"gather": OPS["all_gather_matmul"], "sum": OPS["matmul_reduce_scatter"]}
 #: What is gained: what, beside whom, on which device, the ratios, and the page.
 Gain = tuple[str, str, str, list[float], str]
 
@@ -93,7 +94,12 @@ def gains(results: Path) -> Iterator[Gain]:
     for data in records(results, "all_gather_x*"):
         for op, what in OPS.items():
             ratios = [told.ratio for row in data["rows"] if row["op"] == op and (told := judged(row)) is not None]
-            yield what, "the best of NCCL and torch", device_of(data), ratios, "distributed"
+            yield f"{what}, the host ahead", "the best of NCCL and torch", device_of(data), ratios, "distributed"
+    for data in records(results, "calls_x*"):
+        called = rank_calls.as_called(data)
+        for op, what in AS_CALLED.items():
+            ratios = [ratio for name, ratio in called.items() if name.startswith(f"{op} ")]
+            yield f"{what}, as called", "the best of NCCL and torch", device_of(data), ratios, "distributed"
 
 
 def beside_neighbour(results: Path) -> Iterator[tuple[str, list[float]]]:
@@ -121,13 +127,10 @@ def behind(results: Path) -> Iterator[str]:
         for data in records(results, "mlp_x*")
     }
     yield from _note("not mlp", blocks)
-    hosts = [row["host ms"] for data in records(results, "all_gather_x*") for row in data["rows"] if "host ms" in row]
-    if hosts:
-        yield NOTES("not host", **{
-            name: f"{min(spent):.2f} to {max(spent):.2f}"
-            for name, form in (("ours", "ours"), ("nccl", "nccl + mm"))
-            for spent in [[host[form] for host in hosts if form in host]]
-        })  # fmt: skip
+    for data in records(results, "calls_x*"):
+        lost = [f"{name} {ratio:.2f}" for name, ratio in rank_calls.as_called(data).items() if ratio < 1]
+        if lost:
+            yield NOTES("not calls", figures=", ".join(lost), rows=len(data["rows"]), device=device_of(data))
     calls = [
         f"{row['us']['ts.mm']:.1f} and {row['us']['torch.mm']:.1f} ({device_of(data)})"
         for data in records(results, "gemm_host")

@@ -74,6 +74,12 @@ def ratio(row: Row, clock: str, own: str, peers: Sequence[str]) -> float | None:
     return min(others) / us[own] if own in us and others else None
 
 
+def as_called(data: Data) -> dict[str, float]:
+    """Of a record of eager calls, by op and shape: the best peer's time of a call, the host included, by ours."""
+    ratios = {f"{row['op']} {_shape(row)}": ratio(row, "wall us", "ours", KINDS["calls"].peers) for row in data["rows"]}
+    return {name: found for name, found in ratios.items() if found is not None}
+
+
 def sections(results: Path) -> list[str]:
     """The parts that have records."""
     parts = []
@@ -88,7 +94,8 @@ def section(data: Data, name: str, kind: Kind) -> list[str]:
     said = NOTES(
         f"ranks {name}", title=kind.title, device=device_of(data), dtype=data["dtype"], versions=versions(data)
     )  # fmt: skip
-    return [said, *incomplete(data), _means(rows, kind), _rows(rows, kind, clocks)]
+    earlier = [NOTES("ranks earlier")] if any("commit" in row for row in rows) else []
+    return [said, *incomplete(data), *earlier, _means(rows, kind), _rows(rows, kind, clocks)]
 
 
 def _means(rows: list[Row], kind: Kind) -> str:
@@ -113,7 +120,8 @@ def _rows(rows: list[Row], kind: Kind, clocks: list[str]) -> str:
     ]  # fmt: skip
     lines = []
     for row in rows:
-        line = [f"{row['op']} {kind.what(row)}" if "m" in row else kind.what(row)]
+        of_commit = f" (`{row['commit']}`)" if "commit" in row else ""
+        line = [(f"{row['op']} {kind.what(row)}" if "m" in row else kind.what(row)) + of_commit]
         line += [text for clock in clocks for text in cells(row[clock], ways, ".1f")]
         found = [ratio(row, clocks[0], own, kind.peers) for own in kind.ours]
         line += ["-" if one is None else f"{one:.3f}" for one in found]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tilestream as ts
 from tilestream.distributed import dispatch, repeats, unfused
 from tilestream.distributed.repeats import PlainCall, Repeat, plain_call
 from tilestream.launch.cache import launch_cache
@@ -105,11 +106,18 @@ def test_a_block_that_has_to_see_the_call_takes_the_usual_way(state, name):
     assert plain() is not None
 
 
-def test_a_limit_a_profiler_and_a_blocking_launch_take_the_usual_way(state, monkeypatch):
-    for name, value in (("limit", lambda: 4), ("_blocks", True)):
-        with monkeypatch.context() as patch:
-            patch.setattr(repeats, name, value)
-            assert plain() is None
+def test_another_limit_of_workers_or_a_promise_is_another_call(state):
+    keys = [plain().key]
+    for block in (ts.worker_limit(3), ts.worker_limit(4), ts.invariant()):
+        with block:
+            keys.append(plain().key)
+    assert len(set(keys)) == 4
+
+
+def test_a_profiler_and_a_blocking_launch_take_the_usual_way(state, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(repeats, "_blocks", True)
+        assert plain() is None
     with monkeypatch.context() as patch:
         patch.setattr(native._loaded, "watched", lambda: True)
         assert plain() is None

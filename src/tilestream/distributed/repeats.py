@@ -110,11 +110,11 @@ def plain_call(
     if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
         return None
     state = known_state(group)
-    if state is None or limit() or on_trial() is not None:
+    if state is None or on_trial() is not None:
         return None
     try:
         number = extension.number_layouts(a, *bs)
-        key = op, number, launch_cache.generation, type(b) in PLAIN, dim, deadline is None, *options
+        key = op, number, launch_cache.generation, type(b) in PLAIN, dim, deadline is None, limit(), *options
         # Equal values of other types are other options: 1 is no bool.
         key += tuple(map(type, options))
         hash(key)
