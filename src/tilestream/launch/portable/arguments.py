@@ -36,7 +36,7 @@ class Arguments(GemmArguments):
             plan,
             self.layout,
             **logs,
-            STRIP=strip(arch, plan.block[1], self._is_store()),
+            STRIP=strip(arch, plan.block[1], self._is_store(), problem.dtype),
             OFFSETS_64BIT=self._wide(),
             EVEN_K=problem.k > 0 and problem.k % block_k == 0,
             PRECISION="tf32" if problem.kind == "tf32" else "ieee",
