@@ -48,6 +48,16 @@ def test_a_tier_that_is_none_is_refused(which):
         tiers.part([], which, {})
 
 
+def test_tiers_are_joined_by_commas():
+    times, every = {"a.py::f": 1.0, "a.py::g": 3.0}, [*cases(6, "f"), *cases(3, "g"), *cases(2, "h")]
+    both = tiers.chosen(every, "quick,2/3", times)
+    assert both == tiers.quick(every, times) | tiers.part(every, "2/3", times)
+    assert tiers.quick(every, times) < both < set(every)
+    assert tiers.chosen(every, "quick,1/1", times) == tiers.chosen(every, "all", times) == set(every)
+    with pytest.raises(pytest.UsageError, match="--tier slow: give 'quick'"):
+        tiers.chosen(every, "quick,slow", times)
+
+
 def test_times_are_of_functions_that_exist():
     for function in json.loads(tiers.TIMES.read_text()):
         file, *_, name = function.split("::")

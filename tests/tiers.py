@@ -7,6 +7,7 @@ without a time are kept whole. So `make test` takes minutes, however many cases 
 
     pytest --tier quick         the quick tier
     pytest --tier 2/3           the second of three equal parts of what the quick tier leaves out
+    pytest --tier quick,2/3     both, in one run: what is imported and collected is so once
     pytest --tier all           every case, as without --tier
     python tests/tiers.py FILE  make `times.json` from a JUnit record: of `make test-all`, say, ARGS="--junitxml FILE"
 """
@@ -66,11 +67,19 @@ def part(cases: Sequence[str], which: str, times: dict[str, float]) -> set[str]:
     return set(rest[index - 1 :: count])
 
 
+def chosen(cases: Sequence[str], tiers: str, times: dict[str, float]) -> set[str]:
+    """The cases of the tiers, separated by commas, that ``--tier`` names."""
+    found: set[str] = set()
+    for tier in tiers.split(","):
+        found |= set(cases) if tier == "all" else quick(cases, times) if tier == "quick" else part(cases, tier, times)
+    return found
+
+
 # The plugin -----------------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", default="all", help="quick, a part of the rest such as 1/3, or all")
+    parser.addoption("--tier", default="all", help="quick, a part of the rest such as 1/3, both (quick,1/3), or all")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,10 +93,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tier = config.getoption("--tier")
     if tier == "all":
         return
-    times, cases = json.loads(TIMES.read_text()), [item.nodeid for item in items]
-    chosen = quick(cases, times) if tier == "quick" else part(cases, tier, times)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    items[:] = [item for item in items if item.nodeid in chosen]
+    taken = chosen([item.nodeid for item in items], tier, json.loads(TIMES.read_text()))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
+    items[:] = [item for item in items if item.nodeid in taken]
 
 
 class Progress:

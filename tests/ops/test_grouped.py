@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -56,6 +57,12 @@ def by_loop(form, a, b, ends, bias=None, activation=None):
 def _indices(out, where):
     numbers = torch.arange(out.numel()).view(out.shape)[where]
     return torch.unravel_index(numbers, out.shape)
+
+
+def check_derivatives(call, inputs, fast):
+    """First and second derivatives, forward too; ``fast``: along random directions, not each by itself."""
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=fast)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,14 +155,21 @@ def test_swiglu_of_two_halves(sizes, dtype):
     assert torch.allclose(limited.double(), out.double(), rtol=0.01, atol=1e-5)
 
 
+def swiglu_of(inputs):
+    return functools.partial(swiglu, offsets_of(SIZES[0])), [x.requires_grad_() for x in inputs]
+
+
+def swiglu(ends, a, b, bias):
+    return ts.grouped_mm(a, b, ends, bias=bias, activation="swiglu")
+
+
+def test_each_derivative_of_swiglu():
+    check_derivatives(*swiglu_of(halves()), fast=False)
+
+
 def test_derivatives_of_swiglu():
-    inputs, ends = [x.requires_grad_() for x in halves()], offsets_of(SIZES[0])
-
-    def call(a, b, bias):
-        return ts.grouped_mm(a, b, ends, bias=bias, activation="swiglu")
-
-    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, inputs)
+    call, inputs = swiglu_of(halves())
+    check_derivatives(call, inputs, fast=True)
     many = torch.vmap(lambda a: call(a, *inputs[1:]))(torch.stack([inputs[0], -inputs[0]]))
     assert torch.allclose(many[1], call(-inputs[0], *inputs[1:]))
 
@@ -222,9 +236,8 @@ def test_out(form):
     assert out._version > version
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu_tanh"])
-@pytest.mark.parametrize("form", FORMS)
-def test_derivatives(form, activation):
+def derived(form, activation):
+    """A product of float64, and what it is derived by."""
     ends = offsets_of(SIZES[0])
     a, b = (x.requires_grad_() for x in operands(form, F64))
     bias = rand(17, dtype=F64) if form == "columns" else rand(3, b.shape[-1], dtype=F64)
@@ -232,9 +245,22 @@ def test_derivatives(form, activation):
     def call(a, b, bias):
         return ts.grouped_mm(a, b, ends, bias=bias, activation=activation)
 
-    inputs = (a, b, bias.requires_grad_())
-    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, inputs)
+    return call, (a, b, bias.requires_grad_())
+
+
+activations = pytest.mark.parametrize("activation", [None, "relu", "gelu_tanh"])
+
+
+@activations
+@pytest.mark.parametrize("form", FORMS)
+def test_derivatives(form, activation):
+    check_derivatives(*derived(form, activation), fast=True)
+
+
+@activations
+@pytest.mark.parametrize("form", FORMS)
+def test_each_derivative(form, activation):
+    check_derivatives(*derived(form, activation), fast=False)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -169,7 +169,7 @@ def figures() -> dict[str, list[str]]:
     known = DEVICES | {"an unknown GPU": gpu_properties("a GPU", "sm_70", 80, 1e9, 1e12, 98304)}
     tiles = 16, 64, 128, 256
     return {
-        f"{name}, figures": [text_of(one), text_of([portable.strip(one.arch, columns) for columns in tiles])]
+        f"{name}, figures": [text_of(one), text_of([portable.strip(one.arch, columns, True) for columns in tiles])]
         for name, one in known.items()
     }
 

@@ -7,8 +7,9 @@
 * ``arriving``: ``worst``, with A's rows in uniform chunks and B's columns in ragged ones;
 * ``ordered``: ``worst`` of a queue, with A's rows in ragged chunks, in arrival order;
 * ``copied``: ``ordered``, with copies of those rows that the kernel makes itself;
+* ``near``: ``worst`` with offsets within 31 bits, of 128x256 on gfx942, where it needs more registers (Triton 3.7);
 
-``worst`` and ``plain`` in the four layouts of the operands.
+``worst``, ``near`` and ``plain`` in the four layouts of the operands.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 #: Kinds of schedules.
 HOWS = {
     "worst": "stream_k", "plain": "dynamic", "static": "static", "stealing": "dynamic", "arriving": "stream_k",
-    "ordered": "dynamic", "copied": "dynamic",
+    "ordered": "dynamic", "copied": "dynamic", "near": "stream_k",
 }  # fmt: skip
 _WAITS = ("arriving", "ordered", "copied")
 _SIZE = 4096
@@ -77,13 +78,15 @@ QUICK = (
 #: AMD: scalar registers that are kept in lanes of vector ones, at most, by what is in the kernel: the recorded ceiling,
 #: the most of a sample of every tile on Triton 3.6, 3.7 and 3.9, and a little. What runs most has none; a gate's two
 #: operands have the most, outside the main loop. Of vector registers none goes to memory.
-IN_LANES = {"plain": 0, "static": 0, "stealing": 0, "worst": 64, "arriving": 160, "ordered": 160, "copied": 160}
+IN_LANES = {"plain": 0, "static": 0, "stealing": 0, "worst": 64, "arriving": 160, "ordered": 160, "copied": 160,
+            "near": 64}  # fmt: skip
 #: The same for ``plain`` on gfx950 where operands are not aligned and none is converted: masks of elements past an end,
 #: and multiples of strides. They are written before the loop over tiles, and a tile reads them back once, outside the
 #: main loop. Triton 3.6 has 15 where A is column-major, 3.7 has 36 and 3.9 has 18 where B is row-major. gfx942: none.
 UNALIGNED = 40
 #: The same where operands of 8 bits are converted: each comparison is a mask in two of them.
-CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving": 224, "ordered": 224, "copied": 224}
+CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving": 224, "ordered": 224, "copied": 224,
+              "near": 112}  # fmt: skip
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
@@ -103,9 +106,11 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
             block = (tile.block_m, tile.block_n)
             if how in _WAITS and tile not in waiting:
                 continue
+            if how == "near" and (arch, block) != ("gfx942", (128, 256)):
+                continue
             if vector > 1 and how not in ("worst", "plain", "arriving"):
                 continue
-            for layout in LAYOUTS if how in ("worst", "plain") and vector <= 2 else ("nt",):
+            for layout in LAYOUTS if how in ("worst", "near", "plain") and vector <= 2 else ("nt",):
                 name = f"{inputs}{of_vectors or ('' if aligned else ' unaligned')} {block[0]}x{block[1]} {how} {layout}"
                 is_alike = inputs in ALIKE and (how, layout) != ("worst", "nt")
                 is_left_out = arch in NOT_RUN and not needs_most(arch, inputs, aligned, how, layout)
@@ -138,7 +143,7 @@ def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
     if how in ("plain", "static", "stealing"):
         return plan, made
     # Uneven K, and an offset past 31 bits: rows of 2**20, as in a view of something wider. A schedule with a remainder.
-    wide = (0, 2**20, 1)
+    wide = (0, _SIZE if how == "near" else 2**20, 1)
     made = made._replace(
         out=wide, residual=wide, bias=1, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1)
     )
@@ -149,7 +154,7 @@ def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
     if how == "arriving":
         rows, columns = Incoming(Chunks.uniform(problem.m, 512)), Incoming(Chunks((0, 5, 5, problem.n)))
         problem = replace(problem, rows=rows, columns=columns)
-    if how in ("worst", "arriving"):
+    if how in ("worst", "near", "arriving"):
         some = (Schedule("stream_k", grid, old.raster, old.workers - less) for less in (1, 2))
         schedule = next(one for one in some if one.slots)  # tiles are split
         return replace(plan, problem=problem, schedule=schedule), made

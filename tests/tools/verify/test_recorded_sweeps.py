@@ -51,13 +51,28 @@ def explored(model: str) -> dict[str, int]:
         return {one.configuration: one.states for one in verify.run("quick", models=[model]).results}
 
 
+def levels_of(model: str) -> dict[str, object]:
+    return {level: swept(model, level) for level in ("quick", "full")}
+
+
 def record_of(model: str) -> dict[str, object]:
-    return {"quick": swept(model, "quick"), "full": swept(model, "full"), "states": explored(model)}
+    return levels_of(model) | {"states": explored(model)}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("model", verify.MODELS)
-def test_a_models_sweep_is_as_recorded(model):
-    assert record_of(model) == json.loads(RECORD.read_text(encoding="utf-8"))[model]
+def test_a_models_sweeps_have_the_recorded_configurations(model, recorded):
+    assert levels_of(model).items() <= recorded[model].items()
+    assert recorded[model].keys() == {"quick", "full", "states"}
+
+
+@pytest.mark.parametrize("model", verify.MODELS)
+def test_a_models_sweep_is_as_recorded(model, recorded):
+    assert record_of(model) == recorded[model]
 
 
 if __name__ == "__main__":

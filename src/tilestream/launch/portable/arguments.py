@@ -36,7 +36,7 @@ class Arguments(GemmArguments):
             plan,
             self.layout,
             **logs,
-            STRIP=strip(arch, plan.block[1]),
+            STRIP=strip(arch, plan.block[1], self._is_store(), problem.dtype),
             OFFSETS_64BIT=self._wide(),
             EVEN_K=problem.k > 0 and problem.k % block_k == 0,
             PRECISION="tf32" if problem.kind == "tf32" else "ieee",
@@ -47,6 +47,12 @@ class Arguments(GemmArguments):
             VECTOR=self._vector(),
             K_MAJOR=(self.layout.a[2] == 1, self.layout.b[1] == 1),
         )
+
+    def _is_store(self) -> bool:
+        """Whether a tile's end is a store, of what is at most scaled as a whole: it has no parts, and no epilogue."""
+        x, problem = self.layout, self.plan.problem
+        epilogue = x.bias is not None or x.residual is not None or x.scaled or x.activation != "none"
+        return not epilogue and problem.scales in ("none", "tensor") and self.plan.schedule.kind != "stream_k"
 
     def _vector(self) -> int:
         """The plan's, if these operands lie so. What their addresses are multiples of the compiler sees itself."""

@@ -25,7 +25,9 @@ GROUP = 8
 #: Columns of a strip of the epilogue. With all its parts the largest tile needs 224 of a thread's 255 registers, or 240
 #: for 8-bit operands; strips of 64 need 240 and more. With tensor memory, tiles of 128 columns spill up to 270 bytes in
 #: strips of 32, and need 178 registers with 16; 64 columns spill 128 bytes with 16, and need 212 with 32 (Triton 3.9).
-STRIP, TENSOR_MEMORY_STRIP = 32, 16
+#: On gfx942 128x256 spills up to 164 bytes in strips of 32 where a tile has parts, or more than a store at its end, and
+#: of 8-bit operands that are not converted 16 bytes in strips of 16 (Triton 3.9).
+STRIP, NARROW_STRIP, NARROWEST_STRIP = 32, 16, 8
 #: Seconds of a tile in addition to its multiply-adds, and of a launch: on an H100 a call of few operations has 5 us.
 TILE_SECONDS = 2e-6
 LAUNCH_SECONDS = 5e-6
@@ -258,9 +260,15 @@ def has_tensor_memory(arch: str) -> bool:
     return arch in _OF_TENSOR_MEMORY
 
 
-def strip(arch: str, columns: int) -> int:
-    """Columns of a strip of the epilogue, for a tile of ``columns``."""
-    return min(TENSOR_MEMORY_STRIP if has_tensor_memory(arch) and columns > 64 else STRIP, columns)
+def strip(arch: str, columns: int, is_store: bool, dtype: str = "") -> int:
+    """Columns of a strip of the epilogue, for a tile of ``columns`` and operands of ``dtype``.
+
+    ``is_store``: whether a tile's end is a store and no more.
+    """
+    if arch in _FNUZ_GFX and dtype in FNUZ and columns > 128 and not is_store:
+        return NARROWEST_STRIP
+    narrow = columns > 64 if has_tensor_memory(arch) else arch == "gfx942" and columns > 128 and not is_store
+    return min(NARROW_STRIP if narrow else STRIP, columns)
 
 
 def by_model(problem: Problem, device: DeviceProperties) -> bool:
