@@ -118,24 +118,3 @@ def late(rank, world, op):
     if rank == world - 1:
         time.sleep(3.0)
     return error_of_a_late_rank(ops[op])
-
-
-def hosts_time(rank, world, count):
-    """By kind: seconds of a repeated call back to back, host included, and in the usual way."""
-    found = {}
-    for name, call in _kinds(rank, world):
-        times = []
-        for blocks in (False, True):
-            repeats._blocks = blocks
-            for _ in range(CALLS):
-                call(0)
-            finish()
-            torch.distributed.barrier()
-            begin = time.perf_counter()
-            for _ in range(count):
-                call(0)
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - begin) / count)
-        repeats._blocks = False
-        found[name] = times
-    return found
