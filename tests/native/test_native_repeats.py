@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.error_record import FIELDS
 from tilestream.core.protocols import gather
-from tilestream.distributed import call_queue, slots
+from tilestream.distributed import call_queue, copy_engines, slots
 from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
 from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat
 from tilestream.distributed.one_shot import AllReduceQueue
@@ -157,6 +158,22 @@ def test_rows_that_a_kernel_reads_in_the_slot_are_copied_there(state, python_cal
     asked = Asked.of(driver).operations
     copy = asked.index((COPY_ACROSS, 0, there[1], other.data_ptr(), other.nbytes))
     assert asked[copy + 1][0] == LAUNCH
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_shard_that_is_copied_to_be_flat_is_never_repeated(state, driver, python_calls, monkeypatch, strided):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    monkeypatch.setattr(copy_engines.GatherQueue, "of", lambda *_: gathers.queue)
+    plan: Any = SimpleNamespace(decision=SimpleNamespace(way="push"))
+    a = zeros(4, 2, 64).transpose(0, 1) if strided else zeros(2, 4, 64)
+
+    def product(rows: torch.Tensor, scales: None, arrival: ts.Arrival, seconds: float) -> torch.Tensor:
+        return ts.matmul(rows, b, arrival=arrival, deadline=seconds)
+
+    for _ in range(1 + gather.SLOTS):
+        shard = ScaledRows(a.reshape(1, 8, 64), None)
+        copy_engines.gather_matmul(state, plan, gathers.shards, shard, [product], 7.0, False, plain(state, a, b))
+    assert (plain(state, a, b).repeated() is None) == strided
 
 
 class Sums:

@@ -579,7 +579,8 @@ def gather_matmul(
         queue = GatherQueue.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
         repeat = None
-        if plain is not None and gathered is None:
+        # Of strided leading dimensions the shard is a copy, and the caller's address is not that of its rows.
+        if plain is not None and gathered is None and plain.a.is_contiguous():
             repeat = GatherRepeat.of(plain, queue, shards, plan.decision.way)
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
