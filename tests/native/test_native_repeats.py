@@ -288,6 +288,76 @@ def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python
     assert list(gathers.queue._without_kernel) == [gathers.queue._epoch], "the next call waits for the rows"
 
 
+@pytest.mark.parametrize("part", range(6))
+def test_a_pulled_gather_without_its_flags_breaks_the_group(state, driver, python_calls, monkeypatch, part):  # noqa: F811
+    monkeypatch.setattr(slots, "copy", lambda to, source: None)
+    gathers, b, tracked = Gathers(state, "pull"), zeros(64, 32), []
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    (repeat,) = state.repeats.values()
+    program = repeat.programs[gathers.queue.next_slot]
+    assert program.first_launch == 5, "the host's part; the last call; the shard; its signals; the side stream"
+
+    def refused(*values: int) -> bool:
+        raise ProgramError("refused", part)
+
+    monkeypatch.setattr(program, "issue", refused)
+    monkeypatch.setattr(gathers.queue, "track", lambda call: tracked.append(call.epoch))
+    with pytest.raises(ProgramError, match="refused"):
+        plain(state, zeros(8, 64), b).repeated()
+    assert state.broken == (part < 5), "a peer would wait for this rank's flag"
+    assert tracked == [gathers.queue._epoch]
+    assert gathers.queue._pending is None
+
+
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_an_interrupted_gather_is_watched(state, driver, python_calls, monkeypatch, way):  # noqa: F811
+    monkeypatch.setattr(slots, "copy", lambda to, source: None)
+    gathers, b, tracked = Gathers(state, way), zeros(64, 32), []
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    (repeat,) = state.repeats.values()
+    program, epoch = repeat.programs[gathers.queue.next_slot], gathers.queue._epoch
+
+    def interrupted(*values: int) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "issue", interrupted)
+    monkeypatch.setattr(gathers.queue, "track", lambda call: tracked.append(call.epoch))
+    with pytest.raises(KeyboardInterrupt):
+        plain(state, zeros(8, 64), b).repeated()
+    assert tracked == [epoch + 1]
+    assert gathers.queue._pending is None
+    assert state.broken, "what the peers have is not known"
+
+
+def test_a_pulled_gather_counts_its_peers_time_from_its_own_issue(state, driver, python_calls, cuda, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(slots, "copy", lambda to, source: None)
+    gathers, b, waits = Gathers(state, "pull"), zeros(64, 32), []
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    kernel = gathers.queue._events[(gathers.queue._epoch - gather.AHEAD) % gather.SLOTS].kernel
+
+    def long() -> None:
+        assert gathers.queue._pending is None
+        cuda.clock.now += 3600.0
+        waits.append(gathers.queue._epoch)
+
+    monkeypatch.setattr(kernel, "synchronize", long)
+    (repeat,) = state.repeats.values()
+    program, begun, epoch = repeat.programs[gathers.queue.next_slot], [], gathers.queue._epoch
+    issue = program.issue
+
+    def issued(*values: int) -> bool:
+        begun.append(gathers.queue._pending.begun)
+        return issue(*values)
+
+    monkeypatch.setattr(program, "issue", issued)
+    assert plain(state, zeros(8, 64), b).repeated() is not None
+    assert waits == [epoch], "before the call is counted"
+    assert begun == [cuda.clock.now]
+
+
 def test_a_sum_that_is_half_issued_breaks_the_group(state, extension, driver, cuda, monkeypatch):
     sums, a, b = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):

@@ -259,6 +259,8 @@ class GatherQueue(CallQueue):
         """
         if self._without_kernel or known.key not in self._keys:  # another arrival has the slot's signals now
             return None
+        if way == "pull":  # the wait for an earlier kernel is no part of the time that this call's peers have
+            self._events[(self._epoch - gather.AHEAD) % gather.SLOTS].kernel.synchronize()
         epoch, index = self.begin_native(), shard.get_device()
         signals, stream = _signals(known), torch._C._cuda_getCurrentRawStream(index)
         signals.begin(epoch)
@@ -273,12 +275,13 @@ class GatherQueue(CallQueue):
                     self._pending = None
                 self.take_back(epoch)
                 return None
-        except ProgramError as error:
-            if error.parts <= 1:  # after the host's part, peers may wait for the rest of the call
+        except BaseException as error:
+            issued = error.parts if isinstance(error, ProgramError) else 0
+            if issued < program.first_launch:  # peers may wait for the rest of the call
                 self._abort_half_issued(error)
-            else:
+            else:  # the peers get their rows
                 self._without_kernel[epoch] = signals, seconds
-            if error.parts + 1 < len(program):
+            if issued + 1 < len(program):
                 self._end(epoch, signals.overrule, stream)
             raise
         return self._watch(epoch, signals.overrule)
