@@ -150,6 +150,39 @@ def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
     assert state.repeated == 2
 
 
+def test_a_repeat_that_another_thread_has_dropped_issues_nothing(state):
+    call, asked = plain(), []
+
+    class Asked(Known):
+        def issue(self, call):
+            asked.append(call)
+            return 0
+
+    Asked.of(call, torch.device("cpu"))
+    with state.lock:
+        thread = threading.Thread(target=call.repeated)
+        state.repeats = Dropping(state.repeats, thread)
+        thread.start()
+        state.repeats.found.wait()  # the thread has the repeat, and waits for the lock
+        state.repeats.clear()
+    thread.join()
+    assert not asked
+
+
+class Dropping(dict):
+    """Says that a thread has found a repeat."""
+
+    def __init__(self, repeats, thread):
+        super().__init__(repeats)
+        self.found, self._thread = threading.Event(), thread
+
+    def get(self, key):
+        found = super().get(key)
+        if threading.current_thread() is self._thread:
+            self.found.set()
+        return found
+
+
 def test_repeats_are_bounded(state, monkeypatch):
     monkeypatch.setattr(repeats, "_MOST_REPEATS", 3)
     for i in range(8):
