@@ -270,6 +270,21 @@ def test_new_slots_and_another_arrival_are_no_repeat(state, driver, python_calls
     assert not state.repeats
 
 
+def test_the_arrival_of_a_repeated_call_outlives_older_ones(state, driver, python_calls, monkeypatch):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    monkeypatch.setattr(copy_engines, "_MOST_ARRIVALS", 2 * gather.SLOTS)
+    for _ in range(2 * gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    others = [Shards(1, 2, 4, 64), Shards(1, 2, 6, 64)]
+    for i in range(gather.SLOTS):
+        gathers.queue.arrival(others[0], gathers.queue._epoch + i)
+    for _ in range(gather.SLOTS):
+        assert plain(state, zeros(8, 64), b).repeated() is not None
+    arrivals = state.repeats["key",]._arrivals
+    gathers.queue.arrival(others[1], gathers.queue._epoch + 1)
+    assert all(one.key in gathers.queue._keys for one in arrivals), "a report of them is known for this group's"
+
+
 def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python_calls):  # noqa: F811
     gathers, b = Gathers(state), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):

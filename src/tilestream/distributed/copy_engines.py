@@ -135,10 +135,10 @@ class GatherQueue(CallQueue):
     def arrival(self, shards: Shards, epoch: int) -> Arrival:
         """The arrival that a call's kernel waits for: the signals of its slot."""
         key = shards, epoch % gather.SLOTS
-        found = self._arrivals.pop(key, None)
+        found = self._arrivals.get(key)
         if found is None:
-            if len(self._arrivals) >= _MOST_ARRIVALS:
-                del self._arrivals[next(iter(self._arrivals))]
+            if len(self._arrivals) >= _MOST_ARRIVALS:  # drop the one whose last call, repeated or not, is the oldest
+                del self._arrivals[min(self._arrivals, key=lambda known: _signals(self._arrivals[known]).epoch)]
                 self._keys = {kept.key for kept in self._arrivals.values()}
             found = shards.arrival(self._rank)
             words = self.memory.signals(epoch % gather.SLOTS)[: found.num_chunks]
@@ -147,7 +147,7 @@ class GatherQueue(CallQueue):
             found._signals.whose = lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
             found._signals.gave_up = lambda: abort_expired(queue())
             self._keys = self._keys | {found.key}  # a new set: the watchdog may be reading the old one
-        self._arrivals[key] = found  # at the end: the first entry is the least recently used
+            self._arrivals[key] = found
         _signals(found).begin(epoch)
         return found
 
