@@ -285,6 +285,17 @@ def test_the_arrival_of_a_repeated_call_outlives_older_ones(state, driver, pytho
     assert all(one.key in gathers.queue._keys for one in arrivals), "a report of them is known for this group's"
 
 
+def test_a_call_in_the_slot_of_an_earlier_one_is_watched_alone(state, driver, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    queue = gathers.queue
+    first, *_, last = [call for call in queue._calls if call.epoch > queue._epoch - gather.SLOTS]
+    queue._calls = [first, last]  # the one between was polled a moment later, and had ended
+    assert plain(state, zeros(8, 64), b).repeated() is not None
+    assert [call.epoch for call in queue._calls] == [last.epoch, last.epoch + 1]
+
+
 def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python_calls):  # noqa: F811
     gathers, b = Gathers(state), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):
