@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +24,9 @@ import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.error_record import FIELDS
 from tilestream.core.protocols import gather
-from tilestream.distributed import call_queue, copy_engines, slots
+from tilestream.distributed import call_queue, copy_engines, reduce_scatter, slots
 from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
-from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat
+from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat, matmul_scatter
 from tilestream.distributed.one_shot import AllReduceQueue
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.shards import ScaledRows, Shards
@@ -204,7 +207,7 @@ class Sums:
 
     def usual(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = zeros(16 if self.one_shot else 8, 32)
-        given = (0, None) if self.one_shot else (2, lambda: self.received)
+        given = (0, None) if self.one_shot else (2, lambda state: self.received)
         repeat = SumRepeat.of(plain(self.state, a, b), self.queue, *given, tuple(out.shape), BF16)
 
         def product(into: torch.Tensor, *_: Any) -> None:
@@ -241,6 +244,37 @@ def test_a_repeated_sum_asks_for_what_the_usual_way_asks_for(state, extension, d
         assert repeated.launches == asked.launches
         assert len(asked.launches) == 2
     assert state.repeated == 2 * gather.SLOTS
+
+
+def test_a_repeated_sum_does_not_keep_its_group(extension, driver, cuda, monkeypatch):
+    class State(GroupState):
+        lock = threading.Lock()
+
+        def timeout(self, kind: str) -> float:
+            return 7.0
+
+        def buffer(self, name: str, shape: tuple[int, ...], *_: Any) -> torch.Tensor:
+            return zeros(*shape)
+
+    gc.disable()
+    try:
+        state: Any = State(0, 2)
+        sums, a, b = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
+        sums.state = None
+        monkeypatch.setattr(ReduceScatterQueue, "of", lambda *_: sums.queue)
+        monkeypatch.setattr("tilestream.launch.portable.add.add_parts", lambda *given: sums.add(given[2], given[6]))
+        request: Any = SimpleNamespace(a=a, bias=None, divisor=float)
+        for _ in range(1 + gather.SLOTS):
+            make = functools.partial(reduce_scatter._repeat, plain(state, a, b), (8, 32), BF16)
+            matmul_scatter(
+                state, None, sums.shards, request, BF16, lambda out, *_: sums.multiply(a, b, out), 7.0, make
+            )
+        assert plain(state, a, b).repeated() is not None
+        found = weakref.ref(state)
+        del state, make
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_a_call_that_nothing_was_issued_of_takes_the_usual_way(state, extension, driver, cuda, python_calls):  # noqa: F811
