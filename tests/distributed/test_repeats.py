@@ -240,7 +240,7 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
     ("change", "may"),
     [
         ({}, True), ({"transport": "symmetric memory"}, False), ({"a": A.t()}, False), ({"a": A.view(2, 4, 4)}, False),
-        ({"dim": 1}, False), ({"a": A[:0]}, False), ({"world": 1}, False), ({"backend": "gloo"}, False),
+        ({"dim": 1}, False), ({"a": A[:0]}, False), ({"b": B[:, :0]}, False), ({"world": 1}, False), ({"backend": "gloo"}, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -248,5 +248,5 @@ def test_which_unfused_calls_can_be_repeated(state, change, may):
     with contextlib.suppress(KeyError):
         state.world = change["world"]
     state.backend = lambda kind: change.get("backend", "nccl")
-    call = PlainCall(state, (), change.get("a", A), (B,), change.get("dim", 0), None)
+    call = PlainCall(state, (), change.get("a", A), (change.get("b", B),), change.get("dim", 0), None)
     assert unfused.can_repeat(SimpleNamespace(transport=change.get("transport", "collective")), call) == may

@@ -266,9 +266,7 @@ def test_a_repeated_sum_does_not_keep_its_group(extension, driver, cuda, monkeyp
         request: Any = SimpleNamespace(a=a, bias=None, divisor=float)
         for _ in range(1 + gather.SLOTS):
             make = functools.partial(reduce_scatter._repeat, plain(state, a, b), (8, 32), BF16)
-            matmul_scatter(
-                state, None, sums.shards, request, BF16, lambda out, *_: sums.multiply(a, b, out), 7.0, make
-            )
+            matmul_scatter(state, None, sums.shards, request, BF16, lambda out, *_: sums.multiply(a, b, out), 7.0, make)
         assert plain(state, a, b).repeated() is not None
         found = weakref.ref(state)
         del state, make
