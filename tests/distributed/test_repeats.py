@@ -98,6 +98,25 @@ def test_without_gradients_a_parameter_may_repeat(state):
         assert plain(GRADIENT, B) is not None
 
 
+def test_the_exit_waits_for_a_thread_that_asks_for_a_number(state, monkeypatch):
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def number(*tensors: torch.Tensor) -> int:
+        asked.set()
+        goes_on.wait()
+        return 0
+
+    monkeypatch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=number))
+    thread = threading.Thread(target=plain, daemon=True)
+    thread.start()
+    asked.wait()
+    is_seen = native._is_called_elsewhere()
+    goes_on.set()
+    thread.join()
+    assert is_seen, "it may be inside the extension"
+    assert not native._is_called_elsewhere()
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_that_has_to_see_the_call_takes_the_usual_way(state, name):
     with BLOCKS[name]():

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+native.FILES.add(__file__)
+
 #: The most right operands of a call.
 _MOST_BS = 4
 #: The most repeats of a group.
