@@ -45,8 +45,8 @@ class Program {
   explicit Program(std::span<const int64_t> integers);
 
   // Issue the parts from `first` on, on a device. The first value is the handle of the launches' stream. A sequence
-  // gets as many of the values as it has slots. Declined in a forked process and without a context of the device; before
-  // the first part also under capture, and where the stream lacks a launch's words.
+  // gets as many of the values as it has slots. Declined in a forked process and without a context of the device, and
+  // before the first part also under capture, and where the stream lacks a launch's words.
   Progress issue(std::span<const uint64_t> values, int32_t device, size_t first) const;
 
   size_t values() const { return values_; }

@@ -259,7 +259,8 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
     ("change", "may"),
     [
         ({}, True), ({"transport": "symmetric memory"}, False), ({"a": A.t()}, False), ({"a": A.view(2, 4, 4)}, False),
-        ({"dim": 1}, False), ({"a": A[:0]}, False), ({"b": B[:, :0]}, False), ({"world": 1}, False), ({"backend": "gloo"}, False),
+        ({"dim": 1}, False), ({"a": A[:0]}, False), ({"b": B[:, :0]}, False), ({"world": 1}, False),
+        ({"backend": "gloo"}, False),
     ],
     ids=str,
 )  # fmt: skip
