@@ -1,4 +1,4 @@
-// What Python calls through ctypes: `tilestream.launch.native`, `tilestream.launch.program`,
+// What Python calls through ctypes: `tilestream.launch.native`, `tilestream.launch.native_program`,
 // `tilestream.runtime.sequence`.
 #include <algorithm>
 #include <array>

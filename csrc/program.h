@@ -33,20 +33,20 @@ class Program {
   // How far an issue has come: parts that are issued; of the next one, a sequence, its operations; and why it ended.
   struct Progress {
     size_t parts, operations;
-    int code;  // `kSuccess`, `kDeclined`, `kNotLaunched`, or the driver's
+    int code;  // `kSuccess`, `kDeclined`, `kNotLaunched`, `Sequence::kStopped`, or the driver's
   };
   static constexpr int kDeclined = -1;     // nothing was issued now: the rest is Python's
   static constexpr int kNotLaunched = -2;  // the next part is a launch for which the driver was not asked
 
-  // Throws std::invalid_argument. The integers are those of `tilestream.launch.program`: the version; the number of
-  // values; of each part its kind, the address of its `Sequence` or `Launched`, and the number of its patches; of each
-  // patch what it sets (an address, or a word), the index of that, a value or -1, and a constant. Sequences must
+  // Throws std::invalid_argument. The integers are those of `tilestream.launch.native_program`: the version; the number
+  // of values; of each part its kind, the address of its `Sequence` or `Launched`, and the number of its patches; of
+  // each patch what it sets (an address, or a word), the index of that, a value or -1, and a constant. Sequences must
   // outlive the program.
   explicit Program(std::span<const int64_t> integers);
 
-  // Issue the parts from `first` on, on a device. The first value is the handle of the launches' stream; a sequence gets as many of the
-  // values as it has slots. Declined in a forked process, without a context of the device, and, before the first part,
-  // under capture and where the stream lacks a launch's words.
+  // Issue the parts from `first` on, on a device. The first value is the handle of the launches' stream. A sequence
+  // gets as many of the values as it has slots. Declined in a forked process and without a context of the device, and
+  // before the first part also under capture, and where the stream lacks a launch's words.
   Progress issue(std::span<const uint64_t> values, int32_t device, size_t first) const;
 
   size_t values() const { return values_; }

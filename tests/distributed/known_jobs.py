@@ -107,6 +107,14 @@ def is_seen(rank, world):
         with counting() as counted, block:
             assert torch.allclose(call(form="unfused"), expected, atol=1e-4)
         assert not counted, block
+    for block in (
+        torch.inference_mode(),
+        torch.no_grad(),
+        contextlib.nullcontext(),
+    ):  # memory that the first call makes
+        with block:
+            made = [call(mine[:2].clone(), form=form) for form in ("fused", "unfused")]
+        assert torch.allclose(made[0], made[1], atol=1e-4)
     return True
 
 

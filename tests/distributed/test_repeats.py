@@ -99,6 +99,25 @@ def test_without_gradients_a_parameter_may_repeat(state):
         assert plain(GRADIENT, B) is not None
 
 
+def test_the_exit_waits_for_a_thread_that_asks_for_a_number(state, monkeypatch):
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def number(*tensors: torch.Tensor) -> int:
+        asked.set()
+        goes_on.wait()
+        return 0
+
+    monkeypatch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=number))
+    thread = threading.Thread(target=plain, daemon=True)
+    thread.start()
+    asked.wait()
+    is_seen = native._is_called_elsewhere()
+    goes_on.set()
+    thread.join()
+    assert is_seen, "it may be inside the extension"
+    assert not native._is_called_elsewhere()
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_that_has_to_see_the_call_takes_the_usual_way(state, name):
     with BLOCKS[name]():
@@ -158,6 +177,39 @@ def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
     assert state.repeated == 2
 
 
+def test_a_repeat_that_another_thread_has_dropped_issues_nothing(state):
+    call, asked = plain(), []
+
+    class Asked(Known):
+        def issue(self, call):
+            asked.append(call)
+            return 0
+
+    Asked.of(call, torch.device("cpu"))
+    with state.lock:
+        thread = threading.Thread(target=call.repeated)
+        state.repeats = Dropping(state.repeats, thread)
+        thread.start()
+        state.repeats.found.wait()  # the thread has the repeat, and waits for the lock
+        state.repeats.clear()
+    thread.join()
+    assert not asked
+
+
+class Dropping(dict):
+    """Says that a thread has found a repeat."""
+
+    def __init__(self, repeats, thread):
+        super().__init__(repeats)
+        self.found, self._thread = threading.Event(), thread
+
+    def get(self, key):
+        found = super().get(key)
+        if threading.current_thread() is self._thread:
+            self.found.set()
+        return found
+
+
 def test_repeats_are_bounded(state, monkeypatch):
     monkeypatch.setattr(repeats, "_MOST_REPEATS", 3)
     for i in range(8):
@@ -215,7 +267,8 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
     ("change", "may"),
     [
         ({}, True), ({"transport": "symmetric memory"}, False), ({"a": A.t()}, False), ({"a": A.view(2, 4, 4)}, False),
-        ({"dim": 1}, False), ({"a": A[:0]}, False), ({"world": 1}, False), ({"backend": "gloo"}, False),
+        ({"dim": 1}, False), ({"a": A[:0]}, False), ({"b": B[:, :0]}, False), ({"world": 1}, False),
+        ({"backend": "gloo"}, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -223,5 +276,5 @@ def test_which_unfused_calls_can_be_repeated(state, change, may):
     with contextlib.suppress(KeyError):
         state.world = change["world"]
     state.backend = lambda kind: change.get("backend", "nccl")
-    call = PlainCall(state, (), change.get("a", A), (B,), change.get("dim", 0), None)
+    call = PlainCall(state, (), change.get("a", A), (change.get("b", B),), change.get("dim", 0), None)
     assert unfused.can_repeat(SimpleNamespace(transport=change.get("transport", "collective")), call) == may

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,9 +24,9 @@ import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.error_record import FIELDS
 from tilestream.core.protocols import gather
-from tilestream.distributed import call_queue, slots
+from tilestream.distributed import call_queue, copy_engines, reduce_scatter, slots
 from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
-from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat
+from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat, matmul_scatter
 from tilestream.distributed.one_shot import AllReduceQueue
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.shards import ScaledRows, Shards
@@ -159,6 +163,22 @@ def test_rows_that_a_kernel_reads_in_the_slot_are_copied_there(state, python_cal
     assert asked[copy + 1][0] == LAUNCH
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_shard_that_is_copied_to_be_flat_is_never_repeated(state, driver, python_calls, monkeypatch, strided):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    monkeypatch.setattr(copy_engines.GatherQueue, "of", lambda *_: gathers.queue)
+    plan: Any = SimpleNamespace(decision=SimpleNamespace(way="push"))
+    a = zeros(4, 2, 64).transpose(0, 1) if strided else zeros(2, 4, 64)
+
+    def product(rows: torch.Tensor, scales: None, arrival: ts.Arrival, seconds: float) -> torch.Tensor:
+        return ts.matmul(rows, b, arrival=arrival, deadline=seconds)
+
+    for _ in range(1 + gather.SLOTS):
+        shard = ScaledRows(a.reshape(1, 8, 64), None)
+        copy_engines.gather_matmul(state, plan, gathers.shards, shard, [product], 7.0, False, plain(state, a, b))
+    assert (plain(state, a, b).repeated() is None) == strided
+
+
 class Sums:
     """Sums, or all-reduces, of rank 0 of two in the usual way, with native launches."""
 
@@ -187,7 +207,7 @@ class Sums:
 
     def usual(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = zeros(16 if self.one_shot else 8, 32)
-        given = (0, None) if self.one_shot else (2, lambda: self.received)
+        given = (0, None) if self.one_shot else (2, lambda state: self.received)
         repeat = SumRepeat.of(plain(self.state, a, b), self.queue, *given, tuple(out.shape), BF16)
 
         def product(into: torch.Tensor, *_: Any) -> None:
@@ -226,6 +246,35 @@ def test_a_repeated_sum_asks_for_what_the_usual_way_asks_for(state, extension, d
     assert state.repeated == 2 * gather.SLOTS
 
 
+def test_a_repeated_sum_does_not_keep_its_group(extension, driver, cuda, monkeypatch):
+    class State(GroupState):
+        lock = threading.Lock()
+
+        def timeout(self, kind: str) -> float:
+            return 7.0
+
+        def buffer(self, name: str, shape: tuple[int, ...], *_: Any) -> torch.Tensor:
+            return zeros(*shape)
+
+    gc.disable()
+    try:
+        state: Any = State(0, 2)
+        sums, a, b = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
+        sums.state = None
+        monkeypatch.setattr(ReduceScatterQueue, "of", lambda *_: sums.queue)
+        monkeypatch.setattr("tilestream.launch.portable.add.add_parts", lambda *given: sums.add(given[2], given[6]))
+        request: Any = SimpleNamespace(a=a, bias=None, divisor=float)
+        for _ in range(1 + gather.SLOTS):
+            make = functools.partial(reduce_scatter._repeat, plain(state, a, b), (8, 32), BF16)
+            matmul_scatter(state, None, sums.shards, request, BF16, lambda out, *_: sums.multiply(a, b, out), 7.0, make)
+        assert plain(state, a, b).repeated() is not None
+        found = weakref.ref(state)
+        del state, make
+        assert found() is None
+    finally:
+        gc.enable()
+
+
 def test_a_call_that_nothing_was_issued_of_takes_the_usual_way(state, extension, driver, cuda, python_calls):  # noqa: F811
     gathers, b = Gathers(state), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):
@@ -253,6 +302,32 @@ def test_new_slots_and_another_arrival_are_no_repeat(state, driver, python_calls
     assert not state.repeats
 
 
+def test_the_arrival_of_a_repeated_call_outlives_older_ones(state, driver, python_calls, monkeypatch):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    monkeypatch.setattr(copy_engines, "_MOST_ARRIVALS", 2 * gather.SLOTS)
+    for _ in range(2 * gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    others = [Shards(1, 2, 4, 64), Shards(1, 2, 6, 64)]
+    for i in range(gather.SLOTS):
+        gathers.queue.arrival(others[0], gathers.queue._epoch + i)
+    for _ in range(gather.SLOTS):
+        assert plain(state, zeros(8, 64), b).repeated() is not None
+    arrivals = state.repeats["key",]._arrivals
+    gathers.queue.arrival(others[1], gathers.queue._epoch + 1)
+    assert all(one.key in gathers.queue._keys for one in arrivals), "a report of them is known for this group's"
+
+
+def test_a_call_in_the_slot_of_an_earlier_one_is_watched_alone(state, driver, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    queue = gathers.queue
+    first, *_, last = [call for call in queue._calls if call.epoch > queue._epoch - gather.SLOTS]
+    queue._calls = [first, last]  # the one between was polled a moment later, and had ended
+    assert plain(state, zeros(8, 64), b).repeated() is not None
+    assert [call.epoch for call in queue._calls] == [last.epoch, last.epoch + 1]
+
+
 def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python_calls):  # noqa: F811
     gathers, b = Gathers(state), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):
@@ -269,6 +344,76 @@ def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python
     assert [one[0] for one in Asked.of(driver).operations] == whole
     assert not state.broken
     assert list(gathers.queue._without_kernel) == [gathers.queue._epoch], "the next call waits for the rows"
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_a_pulled_gather_without_its_flags_breaks_the_group(state, driver, python_calls, monkeypatch, part):  # noqa: F811
+    monkeypatch.setattr(slots, "copy", lambda to, source: None)
+    gathers, b, tracked = Gathers(state, "pull"), zeros(64, 32), []
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    (repeat,) = state.repeats.values()
+    program = repeat.programs[gathers.queue.next_slot]
+    assert program.first_launch == 5, "the host's part; the last call; the shard; its signals; the side stream"
+
+    def refused(*values: int) -> bool:
+        raise ProgramError("refused", part)
+
+    monkeypatch.setattr(program, "issue", refused)
+    monkeypatch.setattr(gathers.queue, "track", lambda call: tracked.append(call.epoch))
+    with pytest.raises(ProgramError, match="refused"):
+        plain(state, zeros(8, 64), b).repeated()
+    assert state.broken == (part < 5), "a peer would wait for this rank's flag"
+    assert tracked == [gathers.queue._epoch]
+    assert gathers.queue._pending is None
+
+
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_an_interrupted_gather_is_watched(state, driver, python_calls, monkeypatch, way):  # noqa: F811
+    monkeypatch.setattr(slots, "copy", lambda to, source: None)
+    gathers, b, tracked = Gathers(state, way), zeros(64, 32), []
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    (repeat,) = state.repeats.values()
+    program, epoch = repeat.programs[gathers.queue.next_slot], gathers.queue._epoch
+
+    def interrupted(*values: int) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "issue", interrupted)
+    monkeypatch.setattr(gathers.queue, "track", lambda call: tracked.append(call.epoch))
+    with pytest.raises(KeyboardInterrupt):
+        plain(state, zeros(8, 64), b).repeated()
+    assert tracked == [epoch + 1]
+    assert gathers.queue._pending is None
+    assert state.broken, "what the peers have is not known"
+
+
+def test_a_pulled_gather_counts_its_peers_time_from_its_own_issue(state, driver, python_calls, cuda, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(slots, "copy", lambda to, source: None)
+    gathers, b, waits = Gathers(state, "pull"), zeros(64, 32), []
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    kernel = gathers.queue._events[(gathers.queue._epoch - gather.AHEAD) % gather.SLOTS].kernel
+
+    def long() -> None:
+        assert gathers.queue._pending is None
+        cuda.clock.now += 3600.0
+        waits.append(gathers.queue._epoch)
+
+    monkeypatch.setattr(kernel, "synchronize", long)
+    (repeat,) = state.repeats.values()
+    program, begun, epoch = repeat.programs[gathers.queue.next_slot], [], gathers.queue._epoch
+    issue = program.issue
+
+    def issued(*values: int) -> bool:
+        begun.append(gathers.queue._pending.begun)
+        return issue(*values)
+
+    monkeypatch.setattr(program, "issue", issued)
+    assert plain(state, zeros(8, 64), b).repeated() is not None
+    assert waits == [epoch], "before the call is counted"
+    assert begun == [cuda.clock.now]
 
 
 def test_a_sum_that_is_half_issued_breaks_the_group(state, extension, driver, cuda, monkeypatch):

@@ -135,9 +135,10 @@ class CallQueue:
     def begin_native(self) -> int:
         """The epoch of a new call, whose program performs the host's part of the protocol: see `admission`."""
         self._epoch += 1
-        if len(self._calls) >= gather.SLOTS:
+        oldest, calls = self._epoch - gather.SLOTS, self._calls
+        if calls and calls[0].epoch <= oldest:  # it has ended, and the program records its events again
             with self._lock:
-                self._calls = [call for call in self._calls if call.epoch > self._epoch - gather.SLOTS]
+                self._calls = [call for call in self._calls if call.epoch > oldest]
         return self._epoch
 
     def admission(self, slot: int) -> Program:

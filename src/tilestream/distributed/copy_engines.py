@@ -135,10 +135,10 @@ class GatherQueue(CallQueue):
     def arrival(self, shards: Shards, epoch: int) -> Arrival:
         """The arrival that a call's kernel waits for: the signals of its slot."""
         key = shards, epoch % gather.SLOTS
-        found = self._arrivals.pop(key, None)
+        found = self._arrivals.get(key)
         if found is None:
-            if len(self._arrivals) >= _MOST_ARRIVALS:
-                del self._arrivals[next(iter(self._arrivals))]
+            if len(self._arrivals) >= _MOST_ARRIVALS:  # drop the one whose last call, repeated or not, is the oldest
+                del self._arrivals[min(self._arrivals, key=lambda known: _signals(self._arrivals[known]).epoch)]
                 self._keys = {kept.key for kept in self._arrivals.values()}
             found = shards.arrival(self._rank)
             words = self.memory.signals(epoch % gather.SLOTS)[: found.num_chunks]
@@ -147,7 +147,7 @@ class GatherQueue(CallQueue):
             found._signals.whose = lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
             found._signals.gave_up = lambda: abort_expired(queue())
             self._keys = self._keys | {found.key}  # a new set: the watchdog may be reading the old one
-        self._arrivals[key] = found  # at the end: the first entry is the least recently used
+            self._arrivals[key] = found
         _signals(found).begin(epoch)
         return found
 
@@ -259,6 +259,8 @@ class GatherQueue(CallQueue):
         """
         if self._without_kernel or known.key not in self._keys:  # another arrival has the slot's signals now
             return None
+        if way == "pull":  # the wait for an earlier kernel is no part of the time that this call's peers have
+            self._events[(self._epoch - gather.AHEAD) % gather.SLOTS].kernel.synchronize()
         epoch, index = self.begin_native(), shard.get_device()
         signals, stream = _signals(known), torch._C._cuda_getCurrentRawStream(index)
         signals.begin(epoch)
@@ -273,12 +275,13 @@ class GatherQueue(CallQueue):
                     self._pending = None
                 self.take_back(epoch)
                 return None
-        except ProgramError as error:
-            if error.parts <= 1:  # after the host's part, peers may wait for the rest of the call
+        except BaseException as error:
+            issued = error.parts if isinstance(error, ProgramError) else 0
+            if issued < program.first_launch:  # peers may wait for the rest of the call
                 self._abort_half_issued(error)
-            else:
+            else:  # the peers get their rows
                 self._without_kernel[epoch] = signals, seconds
-            if error.parts + 1 < len(program):
+            if issued + 1 < len(program):
                 self._end(epoch, signals.overrule, stream)
             raise
         return self._watch(epoch, signals.overrule)
@@ -579,7 +582,8 @@ def gather_matmul(
         queue = GatherQueue.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
         repeat = None
-        if plain is not None and gathered is None:
+        # Of strided leading dimensions the shard is a copy, and the caller's address is not that of its rows.
+        if plain is not None and gathered is None and plain.a.is_contiguous():
             repeat = GatherRepeat.of(plain, queue, shards, plan.decision.way)
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:

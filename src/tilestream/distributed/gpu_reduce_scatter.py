@@ -370,13 +370,14 @@ class SumRepeat(ProgramRepeat):
     flags
         See `ReduceScatterQueue.repeat`.
     received
-        What gives the memory that the peers' parts are pulled to; None for an all-reduce.
+        Gives the memory in a group's state that the peers' parts are pulled to; None for an all-reduce. It refers to no
+        state, which has this repeat: the state is freed with its group.
     shape, dtype
         Of the result.
     """
 
     def __init__(
-        self, queue: ReduceScatterQueue, flags: int, received: Callable[[], torch.Tensor] | None,
+        self, queue: ReduceScatterQueue, flags: int, received: Callable[[GroupState], torch.Tensor] | None,
         shape: tuple[int, ...], dtype: torch.dtype,
     ) -> None:  # fmt: skip
         super().__init__(queue)
@@ -434,7 +435,7 @@ class SumRepeat(ProgramRepeat):
 
     def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> torch.Tensor | None:
         """See `ProgramRepeat`: the sum."""
-        a, (b,), received = call.a, call.bs, None if self._received is None else self._received()
+        a, (b,), received = call.a, call.bs, None if self._received is None else self._received(call.state)
         out = torch.empty(self._shape, dtype=self._dtype, device=a.device)
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
         of_call = a.get_device(), self._kernel, self._flags, received, addresses, call.seconds
@@ -443,7 +444,8 @@ class SumRepeat(ProgramRepeat):
 
 def matmul_scatter(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, product: Product,
-    seconds: float, repeat: Callable[[ReduceScatterQueue, int, Callable[[], torch.Tensor]], SumRepeat] | None = None,
+    seconds: float,
+    repeat: Callable[[ReduceScatterQueue, int, Callable[[GroupState], torch.Tensor]], SumRepeat] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The sum (or average) over all ranks of this rank's part of their products, plus the bias.
 
@@ -467,10 +469,10 @@ def matmul_scatter(
         bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
         mine = (shards.batches, shards.rows, shards.width)
 
-        def buffer() -> torch.Tensor:
-            return state.buffer("received", (shards.world, *mine), dtype, device)
+        def buffer(of: GroupState) -> torch.Tensor:
+            return of.buffer("received", (shards.world, *mine), dtype, device)
 
-        received = buffer()
+        received = buffer(state)
         out = torch.empty(mine, dtype=dtype, device=device)
 
         def reduce_partials(product_of_all: torch.Tensor, void: torch.Tensor, epoch: int) -> None:

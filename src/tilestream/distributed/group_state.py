@@ -167,7 +167,8 @@ class GroupState:
             self._views.clear()
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
-        view = found[:size].view(dtype).view(shape)
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
+            view = found[:size].view(dtype).view(shape)
         self._views[key] = found, view
         return view
 

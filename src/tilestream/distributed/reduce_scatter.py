@@ -144,14 +144,14 @@ def _by_gloo(
 
 def _repeat(
     plain: PlainCall, shape: tuple[int, ...], dtype: torch.dtype, queue: ReduceScatterQueue, flags: int,
-    received: Callable[[], torch.Tensor],
+    received: Callable[[GroupState], torch.Tensor],
 ) -> SumRepeat:  # fmt: skip
     return SumRepeat.of(plain, queue, flags, received, shape, dtype)
 
 
 def _by_copy_engines(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, seconds: float,
-    repeat: Callable[[ReduceScatterQueue, int, Callable[[], torch.Tensor]], SumRepeat] | None = None,
+    repeat: Callable[[ReduceScatterQueue, int, Callable[[GroupState], torch.Tensor]], SumRepeat] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     rows, workers = _by_rank(shards, request.a).reshape(shards.total, -1), limit()
 

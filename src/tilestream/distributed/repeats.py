@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+native.FILES.add(__file__)
+
 #: The most right operands of a call.
 _MOST_BS = 4
 #: The most repeats of a group.
@@ -151,9 +153,12 @@ class Repeat:
         check_device(self._index)  # first, because an expiry says more than a broken group
         if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
             return None
-        with shutdown.call(), call.state.lock:
-            made = None if call.state.broken else self.issue(call)
-            call.state.repeated += made is not None
+        state = call.state
+        with shutdown.call(), state.lock:
+            # Another thread's call may have replaced the memory that this repeat has addresses of.
+            is_known = state.repeats.get(call.key) is self
+            made = self.issue(call) if is_known and not state.broken else None
+            state.repeated += made is not None
             return made
 
     def issue(self, call: PlainCall) -> Any:

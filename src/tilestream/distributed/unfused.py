@@ -14,10 +14,14 @@ from tilestream.ops.request import Request, multiply
 
 
 def can_repeat(plan: DistributedPlan, call: PlainCall) -> bool:
-    """Whether an unfused call can be repeated: its rows are those of a contiguous matrix, and NCCL moves them."""
+    """Whether an unfused call can be repeated: its rows are those of a contiguous matrix, and NCCL moves them.
+
+    Without elements the usual way calls no collective.
+    """
     a = call.a
     is_plain = plan.transport == "collective" and a.dim() == 2 and call.dim == 0 and a.is_contiguous()
-    return is_plain and a.numel() > 0 and call.state.world > 1 and call.state.backend("cuda") == "nccl"
+    has_elements = all(x.numel() for x in (a, *call.bs))
+    return is_plain and has_elements and call.state.world > 1 and call.state.backend("cuda") == "nccl"
 
 
 class _Unfused(Repeat):

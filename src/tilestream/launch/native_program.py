@@ -141,6 +141,11 @@ class NativeProgram:
     parts
         In order: sequences, each of which gets as many values as it has slots; and launches with their patches.
 
+    Attributes
+    ----------
+    first_launch : int
+        The number of the first part that is a launch; the number of parts if none is.
+
     Raises
     ------
     ValueError
@@ -158,6 +163,8 @@ class NativeProgram:
                 raise ValueError("a program: Python issues one of its sequences")
             else:
                 integers += [_SEQUENCE, part.handle, 0]
+        kinds = [isinstance(part, Sequence) for part in self._parts]
+        self.first_launch = kinds.index(False) if False in kinds else len(kinds)
         self._given, self._stopped = ctypes.c_uint64 * values, ctypes.c_int64 * 2
         self._handle = _made("tilestream_program_make", integers)
         self._issue = self._library.tilestream_program_issue

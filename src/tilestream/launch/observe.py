@@ -40,8 +40,7 @@ class Call(NamedTuple):
     Attributes
     ----------
     operands
-        The caller's operands by the names of `OPERANDS`; ``out`` is the result. None for one
-        that is not given.
+        The caller's operands by the names of `OPERANDS`; ``out`` is the result. None for one that is not given.
     factors
         Alpha and beta of a product.
     words
