@@ -55,4 +55,4 @@ def test_on_gpus_a_fused_sum_is_one_launch_of_the_group(monkeypatch):
     monkeypatch.setattr(all_reduce.one_shot, "matmul_reduce", lambda *given: called.append(given))
     all_reduce.run([state], request, "key")
     assert known["key"] == ((connected,), torch.float16, torch.float16, True)
-    assert called == [(state, connected, request, torch.float16)]
+    assert called == [(state, connected, request, torch.float16, None)]
