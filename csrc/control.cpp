@@ -18,6 +18,23 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+namespace {
+
+// What `make` makes, to be freed; null, with `*why` valid until this thread's next call, if it refuses.
+template <typename Make>
+void* made_by(Make make, const char** why) {
+  static thread_local std::string said;
+  try {
+    return make();
+  } catch (const std::exception& error) {
+    said = error.what();
+    *why = said.c_str();
+    return nullptr;
+  }
+}
+
+}  // namespace
+
 // Find the driver. Null, or why it cannot be used: valid until this thread's next call.
 EXPORT const char* tilestream_open(const char* driver_library, const char* torch_library) {
   static thread_local std::string why;
@@ -69,14 +86,7 @@ EXPORT int32_t tilestream_take_workspace(int64_t* place) {
 
 // A sequence of `count` integers, to be freed; null, with `*why` valid until this thread's next call, if there is none.
 EXPORT void* tilestream_sequence_make(const int64_t* integers, int64_t count, const char** why) {
-  static thread_local std::string said;
-  try {
-    return new tilestream::Sequence({integers, static_cast<size_t>(count)});
-  } catch (const std::exception& error) {
-    said = error.what();
-    *why = said.c_str();
-    return nullptr;
-  }
+  return made_by([&] { return new tilestream::Sequence({integers, static_cast<size_t>(count)}); }, why);
 }
 
 // Issue the operations from `first` on: see `Sequence::issue`.
@@ -95,30 +105,19 @@ EXPORT void* tilestream_take_kept() { return tilestream::take_kept().release(); 
 
 // A launch by a recipe of `count` integers, to be freed, that is given nothing; null, with `*why`, as for a sequence.
 EXPORT void* tilestream_launch_make(const int64_t* recipe, int64_t count, const char** why) {
-  static thread_local std::string said;
-  try {
+  const auto make = [&] {
     tilestream::Entry entry{
         std::make_unique<const tilestream::Recipe>(std::span(recipe, static_cast<size_t>(count))), {}, std::nullopt};
     return new tilestream::Launched{std::make_shared<const tilestream::Entry>(std::move(entry)), {}};
-  } catch (const std::exception& error) {
-    said = error.what();
-    *why = said.c_str();
-    return nullptr;
-  }
+  };
+  return made_by(make, why);
 }
 
 EXPORT void tilestream_launch_free(void* launch) { delete static_cast<tilestream::Launched*>(launch); }
 
 // A program of `count` integers, to be freed; null, with `*why`, as for a sequence.
 EXPORT void* tilestream_program_make(const int64_t* integers, int64_t count, const char** why) {
-  static thread_local std::string said;
-  try {
-    return new tilestream::Program({integers, static_cast<size_t>(count)});
-  } catch (const std::exception& error) {
-    said = error.what();
-    *why = said.c_str();
-    return nullptr;
-  }
+  return made_by([&] { return new tilestream::Program({integers, static_cast<size_t>(count)}); }, why);
 }
 
 // Issue the parts from `first` on: see `Program::issue`. Returns the number of parts that are issued. `stopped`: the

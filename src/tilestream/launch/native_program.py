@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tilestream.launch.observe import OPERANDS, WORDS
 from tilestream.runtime.driver import error_name
-from tilestream.runtime.extension import library
+from tilestream.runtime.extension import library, made
 from tilestream.runtime.sequence import Sequence, Slot
 
 #: Of csrc/program.cpp.
@@ -90,7 +90,12 @@ class Launched:
         from tilestream.launch.native import recipe_of_kernel  # imports Triton
 
         recipe, places, given = recipe_of_kernel(*issued)
-        return cls(_made("tilestream_launch_make", recipe), places, [Patch(*one) for one in given.items()], issued[0])
+        return cls(
+            made(_extension(), "tilestream_launch_make", recipe),
+            places,
+            [Patch(*one) for one in given.items()],
+            issued[0],
+        )
 
 
 #: A part of a program: a sequence, or a launch with its patches.
@@ -166,7 +171,7 @@ class NativeProgram:
         kinds = [isinstance(part, Sequence) for part in self._parts]
         self.first_launch = kinds.index(False) if False in kinds else len(kinds)
         self._given, self._stopped = ctypes.c_uint64 * values, ctypes.c_int64 * 2
-        self._handle = _made("tilestream_program_make", integers)
+        self._handle = made(self._library, "tilestream_program_make", integers)
         self._issue = self._library.tilestream_program_issue
         self._issue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p)
         self._issue.restype = ctypes.c_int64
@@ -217,12 +222,3 @@ def _extension() -> ctypes.CDLL:
     if found is None:
         raise ValueError("a program: there is no extension")
     return found
-
-
-def _made(function: str, integers: list[int]) -> int:
-    make = getattr(_extension(), function)
-    make.restype, why = ctypes.c_void_p, ctypes.c_char_p()
-    handle: int | None = make((ctypes.c_int64 * len(integers))(*integers), len(integers), ctypes.byref(why))
-    if handle is None:
-        raise ValueError((why.value or b"").decode())
-    return handle

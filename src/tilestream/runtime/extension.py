@@ -67,3 +67,19 @@ def library() -> ctypes.CDLL | None:
         return None if isinstance(found, str) else open_library(*found)
     except (OSError, RuntimeError):  # `tilestream.launch.native.why_not` says which
         return None
+
+
+def made(found: ctypes.CDLL, function: str, integers: list[int]) -> int:
+    """The handle of what a function of the extension makes of integers. The caller frees it.
+
+    Raises
+    ------
+    ValueError
+        If the extension refuses the integers.
+    """
+    make = getattr(found, function)
+    make.restype, why = ctypes.c_void_p, ctypes.c_char_p()
+    handle: int | None = make((ctypes.c_int64 * len(integers))(*integers), len(integers), ctypes.byref(why))
+    if handle is None:
+        raise ValueError((why.value or b"").decode())
+    return handle

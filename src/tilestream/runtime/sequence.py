@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tilestream.runtime import driver
-from tilestream.runtime.extension import library
+from tilestream.runtime.extension import library, made
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +215,11 @@ class Sequence:
             integers.append(kind)
             for slot, plus in (*operands, *((-1, 0),) * (_OPERANDS - len(operands))):
                 integers += slot, plus
-        make = self._library.tilestream_sequence_make
-        make.restype, why = ctypes.c_void_p, ctypes.c_char_p()
-        found: int | None = make((ctypes.c_int64 * len(integers))(*integers), len(integers), ctypes.byref(why))
-        if found is None and why.value:
-            logger.debug("no native sequence: %s", why.value.decode())
+        try:
+            found: int | None = made(self._library, "tilestream_sequence_make", integers)
+        except ValueError as error:
+            found = None
+            logger.debug("no native sequence: %s", error)
         self._issue = self._library.tilestream_sequence_issue
         self._issue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
         self._issue.restype = ctypes.c_int64
