@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import struct
 import sys
@@ -24,7 +23,7 @@ import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.error_record import FIELDS
 from tilestream.core.protocols import gather
-from tilestream.distributed import call_queue, copy_engines, reduce_scatter, slots
+from tilestream.distributed import call_queue, copy_engines, slots
 from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
 from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat, matmul_scatter
 from tilestream.distributed.one_shot import AllReduceQueue
@@ -265,11 +264,11 @@ def test_a_repeated_sum_does_not_keep_its_group(extension, driver, cuda, monkeyp
         monkeypatch.setattr("tilestream.launch.portable.add.add_parts", lambda *given: sums.add(given[2], given[6]))
         request: Any = SimpleNamespace(a=a, bias=None, divisor=float)
         for _ in range(1 + gather.SLOTS):
-            make = functools.partial(reduce_scatter._repeat, plain(state, a, b), (8, 32), BF16)
-            matmul_scatter(state, None, sums.shards, request, BF16, lambda out, *_: sums.multiply(a, b, out), 7.0, make)
+            call = plain(state, a, b)
+            matmul_scatter(state, None, sums.shards, request, BF16, lambda out, *_: sums.multiply(a, b, out), 7.0, call)
         assert plain(state, a, b).repeated() is not None
         found = weakref.ref(state)
-        del state, make
+        del state, call
         assert found() is None
     finally:
         gc.enable()

@@ -445,7 +445,7 @@ class SumRepeat(ProgramRepeat):
 def matmul_scatter(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, product: Product,
     seconds: float,
-    repeat: Callable[[ReduceScatterQueue, int, Callable[[GroupState], torch.Tensor]], SumRepeat] | None = None,
+    plain: PlainCall | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The sum (or average) over all ranks of this rank's part of their products, plus the bias.
 
@@ -455,8 +455,8 @@ def matmul_scatter(
     ----------
     dtype
         The dtype of the parts that travel, and of the result.
-    repeat
-        Makes what learns to repeat the call: see `SumRepeat`.
+    plain
+        The call, if equal ones can be repeated.
 
     Returns
     -------
@@ -481,6 +481,10 @@ def matmul_scatter(
             divisor = request.divisor(shards.world)
             add_parts(product_of_all, received, out, bias, void, state.rank, epoch, divisor)
 
-        learns = None if repeat is None else repeat(queue, shards.batches * shards.parts, buffer)
-        queue.issue(shards, dtype, received, product, reduce_partials, seconds, learns)
+        repeat = None
+        if plain is not None and plain.a.is_contiguous():
+            shape = [*plain.a.shape[:-1], shards.width]
+            shape[plain.dim] //= shards.world
+            repeat = SumRepeat.of(plain, queue, shards.batches * shards.parts, buffer, tuple(shape), dtype)
+        queue.issue(shards, dtype, received, product, reduce_partials, seconds, repeat)
     return out

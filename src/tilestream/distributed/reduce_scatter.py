@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tilestream.distributed import gloo, gpu_reduce_scatter, graph_calls
 from tilestream.distributed.collective import agree, reduce_scatter
-from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
@@ -94,10 +92,7 @@ def run(state: GroupState, request: Request, key: object = None, plain: PlainCal
             if plan.counted:
                 by_rank = _by_rank(shards, a)
                 return graph_calls.matmul_scatter(state, plan, shards, request, by_rank, dtype, seconds).view(shape)
-            repeat = None
-            if plain is not None and a.is_contiguous():
-                repeat = functools.partial(_repeat, plain, shape, dtype)
-            return _by_copy_engines(state, plan, shards, request, dtype, seconds, repeat).view(shape)
+            return _by_copy_engines(state, plan, shards, request, dtype, seconds, plain).view(shape)
         if plan.transport == "gloo":
             total = _by_gloo(state, plan, shards, request, dtype, seconds)
         else:
@@ -142,16 +137,9 @@ def _by_gloo(
     return gloo.matmul_scatter(state, plan, shards, product, (dtype, wide_dtype(dtype)), seconds)
 
 
-def _repeat(
-    plain: PlainCall, shape: tuple[int, ...], dtype: torch.dtype, queue: ReduceScatterQueue, flags: int,
-    received: Callable[[GroupState], torch.Tensor],
-) -> SumRepeat:  # fmt: skip
-    return SumRepeat.of(plain, queue, flags, received, shape, dtype)
-
-
 def _by_copy_engines(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, seconds: float,
-    repeat: Callable[[ReduceScatterQueue, int, Callable[[GroupState], torch.Tensor]], SumRepeat] | None = None,
+    plain: PlainCall | None = None,
 ) -> torch.Tensor:  # fmt: skip
     rows, workers = _by_rank(shards, request.a).reshape(shards.total, -1), limit()
 
@@ -161,4 +149,4 @@ def _by_copy_engines(
             scale_b=request.scale_b, fast_accum=request.fast_accum, limit=workers, op=request.op,
         )  # fmt: skip
 
-    return gpu_reduce_scatter.matmul_scatter(state, plan, shards, request, dtype, product, seconds, repeat)
+    return gpu_reduce_scatter.matmul_scatter(state, plan, shards, request, dtype, product, seconds, plain)
