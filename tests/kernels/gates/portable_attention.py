@@ -20,13 +20,15 @@ from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
-from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
+from tilestream.launch.portable.attention_launch import PAIR_WARPS, merge_shape
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.portable_attention import candidates
 from tilestream.plan.problem import Incoming
 from tilestream_tools.isa.kernels import attention_operands, pointer
 
+#: Shares of the merge that is compiled: the largest program.
+MERGED = 16
 #: What a problem has beside its extents.
 HOWS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True, "return_lse": True},
@@ -139,8 +141,9 @@ def list_source(plan: AttentionPlan) -> tuple[Any, tuple[Any, ...], dict[str, An
 def merge_source(columns: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The launch that joins shares of keys, of so many columns."""
     given = (*[pointer("float32")] * 2, pointer("bfloat16"), pointer("float32"), pointer("float32"))
-    numbers = (7, 128, 4, 32, 4096, 4096, columns, 128, 32, 4, columns, padded(columns), TOGETHER)
-    return merge_shares, (*given, *numbers), {"num_warps": MERGE_WARPS}
+    together, warps = merge_shape(MERGED, padded(columns))
+    numbers = (MERGED, 128, 4, 32, 4096, 4096, columns, 128, 32, 4, columns, padded(columns), together)
+    return merge_shares, (*given, *numbers), {"num_warps": warps}
 
 
 def pair_source(columns: int, dtype: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -148,7 +151,7 @@ def pair_source(columns: int, dtype: str) -> tuple[Any, tuple[Any, ...], dict[st
     given = (pointer(dtype), pointer("float32", address=4)) * 3
     outputs, sums = (4096 * 32 * columns, 32 * columns, columns), (32 * 4096, 1, 4096)
     _, numbers = pair_arguments((2, 4096, 32), columns, (outputs,) * 3, (sums,) * 3)
-    return merge_pair, (*given, *numbers), {"num_warps": MERGE_WARPS}
+    return merge_pair, (*given, *numbers), {"num_warps": PAIR_WARPS}
 
 
 #: What moves 16 bytes of a thread, by the kind of assembly.

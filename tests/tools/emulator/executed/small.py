@@ -19,7 +19,7 @@ from tilestream.kernels.portable import add, rank_calls
 from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.kernels.portable.rows import sum_rows
 from tilestream.launch.portable.attention_arguments import padded, pair_arguments
-from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
+from tilestream.launch.portable.attention_launch import PAIR_WARPS, merge_shape
 from tilestream_tools.emulator import Machine
 
 #: ``launch(kernel, arguments, workgroups, warps=4, host=None, **options)``.
@@ -95,8 +95,9 @@ def shares_joined(o: Operands, launch: Launch) -> None:
         to, sums = o.of(out, "the output"), o.of(lse, "the log-sum-exp", 4)
         given = (o.of(parts, "the shares"), o.of(logs, "their log-sum-exp"), to, sums, o.of(sinks, "sinks", 4))
         strides = (positions * heads * columns, heads * columns, columns, heads * positions, 1, positions)
-        numbers = (shares, rows, positions, heads, *strides, columns, padded(columns), TOGETHER)
-        launch(merge_shares, (*given, *numbers), rows, MERGE_WARPS)
+        together, warps = merge_shape(shares, padded(columns))
+        numbers = (shares, rows, positions, heads, *strides, columns, padded(columns), together)
+        launch(merge_shares, (*given, *numbers), rows, warps)
         flat = sinks if sinks is None else sinks.repeat(sequences * positions)
         wanted, whole = joined(parts, logs, flat)
         found = answer(to, out)
@@ -119,7 +120,7 @@ def pair_joined(o: Operands, launch: Launch) -> None:
         given += [o.of(part, "an attention"), o.of(log, "its log-sum-exp", 4)]
     rows, of_sums = (30 * columns, 6 * columns, columns), (30, 6, 1)
     grid, numbers = pair_arguments(extents, columns, (rows,) * 3, (of_sums,) * 3)
-    launch(merge_pair, (*given, to, sums, *numbers), grid[0], MERGE_WARPS)
+    launch(merge_pair, (*given, to, sums, *numbers), grid[0], PAIR_WARPS)
     whole = torch.stack(logs).double().logsumexp(0)
     weights = [torch.where(whole == -math.inf, 0.0, (log - whole).exp()) for log in logs]
     terms = [torch.where(w[..., None] == 0, 0.0, w[..., None] * x) for w, x in zip(weights, parts, strict=True)]
