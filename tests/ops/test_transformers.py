@@ -259,17 +259,19 @@ def test_a_layer_that_selects_keys_is_refused(name):
 @pytest.mark.parametrize("kind", ["no", "left"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_gradients(family, kind, taken, said):
-    """Sinks keep a layer here: torch's function does not know them. Few scores with a cap go to torch's operations."""
+    """Torch computes them: its function, or its operations where there is a cap or there are sinks."""
     same_gradients(family, kind, taken)
-    ours = family in WITH_SINKS
-    assert len(taken) == (LAYERS if ours else 0)
-    assert len(said()) == (0 if ours else 1)
+    assert not taken
+    assert len(said()) == 1
 
 
-def test_gradients_of_more_scores_with_a_cap(taken, said, monkeypatch):
-    """They stay here, where memory is bounded."""
-    monkeypatch.setattr("tilestream.ops.attention_transformers.CAPPED_SCORES", tokens().shape[0] - 1)
-    same_gradients("gemma2", "left", taken)
+@pytest.mark.parametrize("kind", ["no", "left"])
+@pytest.mark.parametrize("family", [*CAPPED, *WITH_SINKS])
+def test_gradients_of_many_scores(family, kind, taken, said, monkeypatch):
+    """With a cap or sinks they are computed here, where memory is bounded."""
+    config, rows = model_of(family).config, tokens().numel() * tokens().shape[1]
+    monkeypatch.setattr("tilestream.ops.attention_transformers.KEPT_SCORES", rows * config.num_attention_heads - 1)
+    same_gradients(family, kind, taken)
     assert len(taken) == LAYERS
     assert not said()
 

@@ -35,9 +35,9 @@ from tilestream.plan.limit import is_invariant
 
 #: Bits of a key range's kind.
 _LATER, _FEWER, _FULL = 1, 2, 4
-#: The most scores with a soft cap whose gradient torch's operations compute; they keep them all. On an H200 a step of 4
-#: layers of Gemma-2-9B with 2^28 scores took 84 ms by operations and 160 with `tilestream.attention`.
-CAPPED_SCORES = 2**28
+#: The most scores of a layer with a soft cap or sinks whose gradient torch's operations compute; they keep them all. On
+#: an H200 a step of 4 layers of gpt-oss-20b with 2^30 took 234 ms by operations, 307 with `tilestream.attention`.
+KEPT_SCORES = 2**30
 #: Arguments of layers that select keys, or have sinks a token: models fold them into the mask for the implementations
 #: that they know by name.
 _UNKNOWN = ("indices", "block_indices", "sinks")
@@ -50,8 +50,8 @@ def register_attention(name: str = "tilestream") -> str:
 
     Sliding windows, soft caps, attention sinks, padded batches, static and dynamic caches run here without a mask of
     rows and keys. Layers that need a gradient go to transformers' ``"sdpa"``, whose backward pass is faster, unless
-    they have a soft cap or sinks. With a soft cap and up to 2^28 scores (sequences * heads * rows * keys) a gradient
-    is computed by torch's operations, as models' ``"eager"`` does, which is faster; beyond, here, in bounded memory.
+    they have a soft cap or sinks. These are computed by torch's operations, as models' ``"eager"`` does, which is
+    faster, up to 2^30 scores (sequences * heads * rows * keys); and beyond here, in bounded memory.
     Dropout, packed ``position_ids``, and masks of a model's own go to ``"sdpa"``, too. The logger
     ``"tilestream"`` says at level INFO what goes there and why, once. Under `tilestream.invariant` layers with a
     gradient run here, and what the promise does not hold for raises `NotImplementedError`.
@@ -248,8 +248,8 @@ def _attention(
         why = f"{given[0]}="
     elif not beyond_torch and not promises and wants_gradient(query, key, value):
         why = "it needs a gradient, which torch's function computes faster"
-    elif softcap and not promises and _scores(query, key) <= CAPPED_SCORES and wants_gradient(query, key, value):
-        why = "it needs a gradient through a soft cap, which torch's operations compute faster while scores are few"
+    elif beyond_torch and not promises and wants_gradient(query, key, value) and _scores(query, key) <= KEPT_SCORES:
+        why = "it needs a gradient through a soft cap or sinks, which torch's operations compute faster"
     else:
         why = unfit(query, key, value)
     if not why:
