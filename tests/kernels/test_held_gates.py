@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +133,23 @@ def test_a_key_moves_with_rules_that_another_gate_has():
     for function in ("rules", "kernel_rules", "shared_words"):
         assert f"def {function}(" in text
     assert "def cases(" not in text, "a case more is no other rule"
+
+
+def test_gates_load_where_there_is_no_torch():
+    """A Triton's own environment has none."""
+    code = (
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "from gates import engine\n"
+        f"for gate in {list(COUNTS)}:\n"
+        "    engine.load(gate)\n"
+    )
+    gates = Path(engine.__file__).parent
+    paths = os.pathsep.join(map(str, (gates.parent, gates.parents[1], gates.parents[2] / "src")))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]

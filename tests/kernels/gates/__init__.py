@@ -24,3 +24,4 @@ with contextlib.suppress(ImportError):
 if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument is a tensor
     sys.modules["torch"] = types.ModuleType("torch")
     sys.modules["torch"].Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
+    sys.modules["torch"]._C = None  # type: ignore[attr-defined] # modules look up what a torch without CUDA has not

@@ -19,8 +19,13 @@ from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.launch.attention_arguments import AttentionLayout
-from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
-from tilestream.launch.portable.attention_launch import PAIR_WARPS, merge_shape
+from tilestream.launch.portable.attention_arguments import (
+    PAIR_WARPS,
+    AttentionArguments,
+    merge_shape,
+    padded,
+    pair_arguments,
+)
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.portable_attention import candidates

@@ -22,6 +22,11 @@ _LEAST_COLUMNS = 16
 #: Elements of a program that joins two attentions (16 bytes of 16-bit elements a lane on AMD), and its most columns.
 _PAIR, _PAIR_COLUMNS = 2048, 256
 
+#: The most shares that a joining program reads at a time, and of how many elements a warp of it has its part.
+TOGETHER, ELEMENTS = 16, 2048
+#: Warps of a program that joins two attentions.
+PAIR_WARPS = 4
+
 
 class AttentionArguments(attention_arguments.AttentionArguments):
     """See `tilestream.launch.attention_arguments.AttentionArguments`."""
@@ -62,6 +67,16 @@ def _alignment(dtype: str, *strides: Strides) -> int:
     """The number of elements in 16 bytes if strides are multiples of it, else 1. Triton checks addresses itself."""
     elements = 16 // ITEMSIZE[dtype]
     return elements if all(stride % elements == 0 for each in strides for stride in each) else 1
+
+
+def merge_shape(shares: int, columns: int) -> tuple[int, int]:
+    """The shares that a program of the merge reads at a time, and its warps, for so many padded columns.
+
+    A row is a program. Small programs leave room for others: with 2 shares of 8192 rows of 32 heads, 16 shares at a
+    time and 4 warps took 0.77 ms of an H200, 2 and 1 take 0.17.
+    """
+    together = min(TOGETHER, 1 << (shares - 1).bit_length())
+    return together, max(1, together * columns // ELEMENTS)
 
 
 def pair_arguments(

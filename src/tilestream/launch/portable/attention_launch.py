@@ -14,15 +14,16 @@ from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.gate import bounds_of
 from tilestream.launch.launch import Kernel, Launch, Probe, Table, records_of
-from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
+from tilestream.launch.portable.attention_arguments import (
+    PAIR_WARPS,
+    AttentionArguments,
+    merge_shape,
+    padded,
+    pair_arguments,
+)
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
-
-#: The most shares that a joining program reads at a time, and of how many elements a warp of it has its part.
-TOGETHER, ELEMENTS = 16, 2048
-#: Warps of a program that joins two attentions.
-PAIR_WARPS = 4
 
 
 class ListLaunch:
@@ -56,16 +57,6 @@ class ListLaunch:
     def _filled(self, x: AttentionOperands, words: Words) -> tuple[Any, ...]:
         lists = x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, *(words.listed or ())
         return (*self._kernel.take(lists), *self._numbers)
-
-
-def merge_shape(shares: int, columns: int) -> tuple[int, int]:
-    """The shares that a program of the merge reads at a time, and its warps, for so many padded columns.
-
-    A row is a program. Small programs leave room for others: with 2 shares of 8192 rows of 32 heads, 16 shares at a
-    time and 4 warps took 0.77 ms of an H200, 2 and 1 take 0.17.
-    """
-    together = min(TOGETHER, 1 << (shares - 1).bit_length())
-    return together, max(1, together * columns // ELEMENTS)
 
 
 class MergeLaunch:

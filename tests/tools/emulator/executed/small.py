@@ -18,8 +18,7 @@ from tilestream.core.protocols.replay import BROKEN, COUNT, MARKS, VOID, control
 from tilestream.kernels.portable import add, rank_calls
 from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.kernels.portable.rows import sum_rows
-from tilestream.launch.portable.attention_arguments import padded, pair_arguments
-from tilestream.launch.portable.attention_launch import PAIR_WARPS, merge_shape
+from tilestream.launch.portable.attention_arguments import PAIR_WARPS, merge_shape, padded, pair_arguments
 from tilestream_tools.emulator import Machine
 
 #: ``launch(kernel, arguments, workgroups, warps=4, host=None, **options)``.
