@@ -268,12 +268,34 @@ def test_gradients(family, kind, taken, said):
 @pytest.mark.parametrize("kind", ["no", "left"])
 @pytest.mark.parametrize("family", [*CAPPED, *WITH_SINKS])
 def test_gradients_of_many_scores(family, kind, taken, said, monkeypatch):
-    """With a cap or sinks they are computed here, where memory is bounded."""
+    """With a cap or sinks they are computed here if all layers have more than torch may keep."""
     config, rows = model_of(family).config, tokens().numel() * tokens().shape[1]
-    monkeypatch.setattr("tilestream.ops.attention_transformers.KEPT_SCORES", rows * config.num_attention_heads - 1)
+    scores = LAYERS * rows * config.num_attention_heads
+    monkeypatch.setattr("tilestream.ops.attention_transformers.KEPT_SCORES", scores)
+    same_gradients(family, kind, taken)
+    assert not taken
+    assert len(said()) == 1
+    monkeypatch.setattr("tilestream.ops.attention_transformers.KEPT_SCORES", scores - 1)
     same_gradients(family, kind, taken)
     assert len(taken) == LAYERS
-    assert not said()
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_operations_are_one_graph_for_any_dropout(dropout):
+    """A compiler that takes numbers for symbols cannot compare the probability and choose by it."""
+    q = torch.randn(1, 2, 5, 8)
+
+    def layer(q, dropout):
+        return attention_transformers._by_operations(q, q, q, None, dropout, None, 30.0, None, None)
+
+    def seeded(function, *of):
+        torch.manual_seed(0)
+        return function(*of)
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(seeded(compiled, q, dropout), seeded(layer, q, dropout))
+    assert torch.equal(seeded(layer, q, dropout), layer(q, 0.0)) == (not dropout)
 
 
 def same_gradients(family, kind, taken):

@@ -35,8 +35,9 @@ from tilestream.plan.limit import is_invariant
 
 #: Bits of a key range's kind.
 _LATER, _FEWER, _FULL = 1, 2, 4
-#: The most scores of a layer with a soft cap or sinks whose gradient torch's operations compute; they keep them all. On
-#: an H200 a step of 4 layers of gpt-oss-20b with 2^30 took 234 ms by operations, 307 with `tilestream.attention`.
+#: The most scores of a model's layers whose gradients torch's operations compute. They keep 8 bytes a score with a soft
+#: cap, 6 with sinks, of all layers at once: 8 GiB. On an H200 a step of 4 layers of Gemma-2-9B with 2^30 scores in all
+#: took 89 ms by operations, 160 with `tilestream.attention`. With sinks it was not measured.
 KEPT_SCORES = 2**30
 #: Arguments of layers that select keys, or have sinks a token: models fold them into the mask for the implementations
 #: that they know by name.
@@ -50,8 +51,9 @@ def register_attention(name: str = "tilestream") -> str:
 
     Sliding windows, soft caps, attention sinks, padded batches, static and dynamic caches run here without a mask of
     rows and keys. Layers that need a gradient go to transformers' ``"sdpa"``, whose backward pass is faster, unless
-    they have a soft cap or sinks. These are computed by torch's operations, as models' ``"eager"`` does, which is
-    faster, up to 2^30 scores (sequences * heads * rows * keys); and beyond here, in bounded memory.
+    they have a soft cap or sinks. These are computed by torch's operations, as models' ``"eager"`` does, up to 2^30
+    scores (layers * sequences * heads * rows * keys), of which torch keeps 8 bytes each; and beyond here, in bounded
+    memory.
     Dropout, packed ``position_ids``, and masks of a model's own go to ``"sdpa"``, too. The logger
     ``"tilestream"`` says at level INFO what goes there and why, once. Under `tilestream.invariant` layers with a
     gradient run here, and what the promise does not hold for raises `NotImplementedError`.
@@ -240,15 +242,16 @@ def _attention(
         assert attention_mask is not None
         causal = not (attention_mask.shape[1] - 1) & _FULL
     beyond_torch = bool(softcap) or s_aux is not None
+    trains = not promises and wants_gradient(query, key, value)
     if attention_mask is not None and not ranged:
         why = "a mask of rows and keys"
     elif dropout:
         why = f"dropout={dropout}"
     elif given := [name for name in _OF_SDPA if more.get(name) is not None and more[name] is not False]:
         why = f"{given[0]}="
-    elif not beyond_torch and not promises and wants_gradient(query, key, value):
+    elif trains and not beyond_torch:
         why = "it needs a gradient, which torch's function computes faster"
-    elif beyond_torch and not promises and wants_gradient(query, key, value) and _scores(query, key) <= KEPT_SCORES:
+    elif trains and _kept(module, query, key) <= KEPT_SCORES:
         why = "it needs a gradient through a soft cap or sinks, which torch's operations compute faster"
     else:
         why = unfit(query, key, value)
@@ -269,9 +272,10 @@ def _attention(
     return answer
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
-    """The scores of a layer, which a gradient by torch's operations keeps in memory."""
-    return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+def _kept(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
+    """The scores that torch keeps for gradients if its operations compute each layer of ``module``'s model."""
+    layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
+    return int(layers) * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
 
 
 def _ours(
@@ -314,4 +318,6 @@ def _by_operations(
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), -1)
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    return (torch.dropout(weights, dropout, dropout > 0) @ value).transpose(1, 2)
+    if dropout:
+        weights = torch.dropout(weights, dropout, True)
+    return (weights @ value).transpose(1, 2)
