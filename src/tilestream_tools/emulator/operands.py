@@ -91,6 +91,8 @@ class Operand:
             inner, more["sign_extended"] = inner[5:-1], True
         if re.match(r"-(?:[vsa|]|vcc)", inner):
             inner, more["negated"] = inner[1:], True
+        if inner.startswith("neg("):  # of a constant: neg(0) is -0.0
+            inner, more["negated"] = inner[4:-1], True
         if inner.startswith("|"):
             inner, more["absolute"] = inner.strip("|"), True
         found = _RANGE.fullmatch(inner)
@@ -170,7 +172,7 @@ def source(o: Operand, kind: str, select: tuple[int, int] | None = None) -> Read
         # A literal or a small integer has 32 bits, of which an upper half is read; a real has 16, above them zeros.
         bits = o.bits(16) if isinstance(o.value, float) else o.bits(32)
         half = uniform(bits >> (select or (0,))[0] & 0xFFFF, U16).view(as_type)
-        return lambda w: half
+        return _signed(lambda w: half, o, kind)
     if o.file == "v" and size == 4 and select is None and not (o.negated or o.absolute or o.sign_extended):
         n = o.index
         if kind == "u":

@@ -67,6 +67,30 @@ global_store_dword v1, v3, s[2:3]""", waves=2, landing=landing)  # fmt: skip
     assert found[128:].tolist() == list(range(128, 512))
 
 
+@pytest.mark.parametrize(
+    ("product", "bits"),
+    [
+        ("v_mul_f32_e32 v3, v4, v5", 0x80000000),  # -1.0 * 0.0
+        ("v_fma_f32 v3, v4, v5, neg(0)", 0x80000000),
+        ("v_fma_f32 v3, v4, v5, 0", 0x00000000),
+        ("v_fma_mixlo_f16 v3, v4, v5, neg(0)", 0x00008000),
+        ("v_fma_mixhi_f16 v3, v4, v5, neg(0)", 0x80000000),
+        ("v_fma_mixlo_f16 v3, v4, v5, 0", 0x00000000),
+        ("v_fma_mix_f32 v3, v4, v5, neg(1.0)", 0xBF800000),
+        ("v_add_f16_e64 v3, v5, neg(1.0)", 0x0000BC00),
+    ],
+)
+def test_a_constant_may_be_negated(product, bits):
+    """The sign of a zero shows that a product is added to -0.0, as Triton 3.9 has it."""
+    found = run(f"""{BEGIN}
+v_mov_b32_e32 v3, 0
+v_mov_b32_e32 v4, -1.0
+v_mov_b32_e32 v5, 0
+{product}
+global_store_dword v1, v3, s[2:3]""")
+    assert set(found[:64]) == {bits}
+
+
 def test_a_register_is_not_used_before_a_wait_covers_its_load():
     refused(f"{BEGIN}\nglobal_load_dword v3, v1, s[2:3]\nv_add_u32_e32 v3, v3, v2", "v3 is used before a wait")
     two = "global_load_dword v3, v1, s[2:3]\nglobal_load_dword v4, v1, s[2:3]\ns_waitcnt vmcnt(1)\n"

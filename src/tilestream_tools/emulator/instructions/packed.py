@@ -109,7 +109,7 @@ def _halfwords(one: Decoded, found: re.Match[str]) -> Act:
     return act
 
 
-@instruction("v_fma_mix(lo|hi)_f16|v_fma_mix_f32", "op_sel op_sel_hi neg_lo neg_hi")
+@instruction("v_fma_mix(lo|hi)_f16|v_fma_mix_f32", "op_sel op_sel_hi")
 def _mixed(one: Decoded, found: re.Match[str]) -> Act:
     half, is_half = one.numbers("op_sel"), one.numbers("op_sel_hi")
 
