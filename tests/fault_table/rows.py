@@ -520,8 +520,8 @@ def interrupted(place: Place) -> None:
     "processes", "fork", "a process forks while its threads signal and multiply; the child multiplies, too", within=LONG
 )
 def forks(place: Place) -> None:
-    a, b, end = torch.randn(64, 24), torch.randn(24, 40), threading.Event()
-    arrival = ts.Arrival.uniform(1, 1)
+    a, b, end, begun = torch.randn(64, 24), torch.randn(24, 40), threading.Event(), threading.Event()
+    arrival, threads = ts.Arrival.uniform(1, 1), torch.get_num_threads()
 
     def busy() -> None:
         # A call with several workers starts threads. A child that is forked while one of them begins or ends hangs in
@@ -530,6 +530,8 @@ def forks(place: Place) -> None:
         while not end.is_set():
             arrival.signal(0)
             ts.matmul(a, b, workers=1)
+            begun.set()
+        torch.set_num_threads(threads)  # a thread's number is the next thread's default
 
     def child() -> None:
         arrival.signal(0)
@@ -538,6 +540,7 @@ def forks(place: Place) -> None:
     try:
         with beside(busy):
             try:
+                assert begun.wait(LONG)
                 for _ in range(3):
                     status = in_a_child(child, LONG)
                     assert status == 0, f"a child ended with {status}"
