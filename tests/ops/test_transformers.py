@@ -9,6 +9,7 @@ import copy
 import logging
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def test_dropout_and_biases_go_to_torch(taken, said):
             assert out.shape == (1, 16, 2, 8)
             assert (out - ts.attention(q, q, q, layout="bhsd", causal=True, softcap=softcap).transpose(1, 2)).any()
     assert not taken
-    assert [line.rsplit(": ")[-1] for line in said()] == ["position_bias=", "dropout=0.5"]
+    assert [line.rsplit(": ")[-1] for line in said()] == ["position_bias=", "dropout"]
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
@@ -254,6 +255,42 @@ def test_a_layer_that_selects_keys_is_refused(name):
     q = torch.randn(1, 2, 16, 8)
     with pytest.raises(NotImplementedError, match=rf'Module passes {name}=.*"sdpa" or "eager"'):
         transformers.AttentionInterface()[OURS](torch.nn.Module(), q, q, q, None, **{name: q})
+
+
+def test_keys_that_a_model_adds_to_its_mask():
+    """DeepSeek-V4 adds compressed ones; a mask that is None would make them keys like the others."""
+    sizes = {
+        "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 8, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16,
+        "index_topk": 4, "layer_types": ["sliding_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 4},
+    }  # fmt: skip
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("a transformers without DeepSeek-V4")
+    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**sizes)).eval()
+    model.set_attn_implementation(OURS)
+    for count in (7, 21):  # within its window, and more
+        with pytest.raises(NotImplementedError, match=r'DeepSeek-V4.*"eager"'), torch.no_grad():
+            model(tokens()[:, :count], use_cache=False)
+
+
+def test_a_key_range_that_a_model_changes():
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(NotImplementedError, match=r'Module has changed its mask.*\(1, 1, 5, 9\): .*"sdpa" or "eager"'):
+        transformers.AttentionInterface()[OURS](torch.nn.Module(), q, q, q, torch.zeros(1, 1, 5, 9, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({"num_hidden_layers": 7}, 7), ({"num_spatial_layers": 12, "num_temporal_layers": 4}, 16), ({}, 1),
+        ({"num_hidden_layers": None}, 1), ({"num_hidden_layers": [4]}, 1), ({"num_hidden_layers": -1}, 1),
+    ],
+)  # fmt: skip
+def test_layers_of_a_config(config, count):
+    assert attention_transformers._layers(SimpleNamespace(**config)) == count
+    assert attention_transformers._layers(None) == 1
 
 
 @pytest.mark.parametrize("kind", ["no", "left"])
@@ -407,8 +444,8 @@ class Compiler:
     def __init__(self):
         self.graphs = []
 
-    def __call__(self, model):
-        return torch.compile(model, fullgraph=True, backend=self._backend)
+    def __call__(self, model, dynamic=None):
+        return torch.compile(model, fullgraph=True, backend=self._backend, dynamic=dynamic)
 
     def _backend(self, graph, inputs):
         self.graphs.append(graph)
@@ -442,6 +479,33 @@ def test_a_compiled_forward_pass(family, said, compiler):
 
 def ours(model):
     return model.config._attn_implementation == OURS
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_a_compiled_forward_pass_whose_numbers_are_symbols(family, said, compiler):
+    model = model_of(family)
+    with torch.no_grad():
+        expected, found = both(
+            model, lambda m: (compiler(m, dynamic=True) if ours(m) else m)(tokens(), use_cache=True).logits, []
+        )
+    close(found, expected)
+    assert compiler.calls() == [LAYERS]
+    assert not said()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_dropout_in_a_compiled_model(family, said, compiler):
+    name, config, sizes, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**{**sizes, "attention_dropout": 0.25})).train()
+    model.set_attn_implementation(OURS)
+
+    def logits(run):
+        torch.manual_seed(1)
+        return run(tokens(), use_cache=True).logits
+
+    assert torch.equal(logits(compiler(model, dynamic=True)), logits(model))
+    assert sum("goes to torch: dropout" in line for line in said()) == 1
 
 
 def test_a_compiled_forward_pass_cannot_look_at_padding(said, compiler):

@@ -274,7 +274,8 @@ def _number(name: str, value: object, *, positive: bool) -> float:
     number = None if isinstance(value, bool) else as_number(value)
     if number is None:
         raise TypeError(f"{_OP}: {name}={value!r}; it must be a number, or None")
-    if not math.isfinite(number) or (positive and number <= 0):
+    # By comparing, which torch.compile can do with a symbolic number.
+    if not -math.inf < number < math.inf or (positive and number <= 0):
         raise ValueError(f"{_OP}: {name}={value}; it must be finite{' and positive' if positive else ''}, or None")
     return number
 

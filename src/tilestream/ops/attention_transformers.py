@@ -37,7 +37,8 @@ from tilestream.plan.limit import is_invariant
 _LATER, _FEWER, _FULL = 1, 2, 4
 #: The most scores of a model's layers whose gradients torch's operations compute. They keep 8 bytes a score with a soft
 #: cap, 6 with sinks, of all layers at once: 8 GiB. On an H200 a step of 4 layers of Gemma-2-9B with 2^30 scores in all
-#: took 89 ms by operations, 160 with `tilestream.attention`. With sinks it was not measured.
+#: took 89 ms by operations, 160 with `tilestream.attention`. Of 4 layers of gpt-oss-20b with 2^32 scores, which are
+#: beyond it, eager attention took 234 ms, and `tilestream.attention` 307.
 KEPT_SCORES = 2**30
 #: Arguments of layers that select keys, or have sinks a token: models fold them into the mask for the implementations
 #: that they know by name.
@@ -53,10 +54,10 @@ def register_attention(name: str = "tilestream") -> str:
     rows and keys. Layers that need a gradient go to transformers' ``"sdpa"``, whose backward pass is faster, unless
     they have a soft cap or sinks. These are computed by torch's operations, as models' ``"eager"`` does, up to 2^30
     scores (layers * sequences * heads * rows * keys), of which torch keeps 8 bytes each; and beyond here, in bounded
-    memory.
-    Dropout, packed ``position_ids``, and masks of a model's own go to ``"sdpa"``, too. The logger
-    ``"tilestream"`` says at level INFO what goes there and why, once. Under `tilestream.invariant` layers with a
-    gradient run here, and what the promise does not hold for raises `NotImplementedError`.
+    memory. Dropout, packed ``position_ids``, and masks of a model's own go to torch at any size: to ``"sdpa"``, or with
+    a soft cap or sinks to operations. The logger ``"tilestream"`` says at level INFO what goes there and why, once.
+    Under `tilestream.invariant` layers with a gradient run here, and what the promise does not hold for raises
+    `NotImplementedError`.
 
     Returns
     -------
@@ -70,7 +71,8 @@ def register_attention(name: str = "tilestream") -> str:
 
     Notes
     -----
-    A layer that selects its keys (``indices=``) raises `NotImplementedError` when it runs.
+    A layer that selects its keys (``indices=``), or attends to compressed ones, raises `NotImplementedError` when it
+    runs.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -103,6 +105,11 @@ def _mask(
     build: Callable[..., Any], is_tracing: Callable[..., bool], say: Callable[[str, str], Any], **call: Any
 ) -> torch.Tensor | None:
     """As transformers calls it: None where each query sees all keys up to its own, a key range, or a mask."""
+    if getattr(call.get("config"), "compress_rates", None):
+        raise NotImplementedError(
+            "tilestream for transformers: the model (DeepSeek-V4) attends to compressed keys, too, which it adds to "
+            'its mask and keys itself: use attn_implementation="eager" for it'
+        )
     found = _key_range(is_tracing, **call)
     if isinstance(found, str):
         say("a mask of transformers", found)
@@ -237,6 +244,11 @@ def _attention(
             )
     promises = is_invariant(limit())
     ranged, several = _is_range(attention_mask), query.shape[2] > 1
+    if attention_mask is not None and attention_mask.dtype == torch.int32 and not ranged:
+        raise NotImplementedError(
+            f"tilestream for transformers: {type(module).__name__} has changed its mask, a key range, to "
+            f'{tuple(attention_mask.shape)}: use attn_implementation="sdpa" or "eager" for this model'
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if ranged:
         assert attention_mask is not None
@@ -246,7 +258,7 @@ def _attention(
     if attention_mask is not None and not ranged:
         why = "a mask of rows and keys"
     elif dropout:
-        why = f"dropout={dropout}"
+        why = "dropout"
     elif given := [name for name in _OF_SDPA if more.get(name) is not None and more[name] is not False]:
         why = f"{given[0]}="
     elif trains and not beyond_torch:
@@ -273,9 +285,20 @@ def _attention(
 
 
 def _kept(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> int:
-    """The scores that torch keeps for gradients if its operations compute each layer of ``module``'s model."""
-    layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
-    return int(layers) * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    """The scores that torch keeps for gradients if its operations compute each layer of ``module``'s stack."""
+    return _layers(getattr(module, "config", None)) * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+
+
+def _layers(config: object) -> int:
+    """The layers that a config names, also by kind, as ``num_spatial_layers``; 1 if it names none."""
+    named = getattr(config, "num_hidden_layers", None)
+    if isinstance(named, int) and named > 0:
+        return named
+    kinds = [
+        value for name, value in getattr(config, "__dict__", {}).items()
+        if name.startswith("num_") and name.endswith("_layers") and isinstance(value, int) and value > 0
+    ]  # fmt: skip
+    return sum(kinds) or 1
 
 
 def _ours(
