@@ -76,4 +76,11 @@ def test_times_are_read_from_a_record(tmp_path):
         '<testcase classname="tests.test_b.TestC" name="test_skipped" time="9"><skipped/></testcase>'
         "</testsuite></testsuites>"
     )
-    assert tiers.of_record(record) == {"tests/core/test_a.py::test_one": 2.0, "tests/test_b.py::TestC::test_two": 2.5}
+    two, short, other = (
+        "tests/test_b.py::TestC::test_two",
+        "tests/test_b.py::TestC::test_short",
+        "tests/test_d.py::test",
+    )
+    assert tiers.updated({}, record) == {"tests/core/test_a.py::test_one": 2.0, two: 2.5}
+    before = {two: 9.0, short: 0.5, other: 4.0}
+    assert tiers.updated(before, record) == {"tests/core/test_a.py::test_one": 2.0, two: 2.5, short: 0.1, other: 4.0}

@@ -9,7 +9,8 @@ without a time are kept whole. So `make test` takes minutes, however many cases 
     pytest --tier 2/3           the second of three equal parts of what the quick tier leaves out
     pytest --tier quick,2/3     both, in one run: what is imported and collected is so once
     pytest --tier all           every case, as without --tier
-    python tests/tiers.py FILE  make `times.json` from a JUnit record: of `make test-all`, say, ARGS="--junitxml FILE"
+    python tests/tiers.py FILE  bring a JUnit record's times into `times.json`: make test ARGS="--junitxml FILE", on an
+                                idle machine; functions that the record has not keep their times
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from xml.etree import ElementTree
 import pytest
 
 #: Seconds of a function's cases in the quick tier.
-SECONDS = 2.0
+SECONDS = 1.5
 #: What a case without a record is taken to last, for the time that is left.
 OTHERS = 0.02
 #: Seconds between two lines that say how far the run is.
@@ -141,8 +142,12 @@ class Progress:
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
-def of_record(path: Path) -> dict[str, float]:
-    """Seconds a case, by function, of the functions in a JUnit record that take longer than `SECONDS`."""
+def updated(times: dict[str, float], path: Path) -> dict[str, float]:
+    """The times with those of a JUnit record: seconds a case, by function.
+
+    Functions are added that take longer than `SECONDS` there. Of a function with a time the record may have some cases
+    alone, so it stays.
+    """
     seconds: dict[str, list[float]] = defaultdict(list)
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         if case.find("skipped") is not None:
@@ -151,8 +156,12 @@ def of_record(path: Path) -> dict[str, float]:
         module, *classes = inside.split(".")
         name = "::".join([f"{file.replace('.', '/')}/{module}.py", *classes, function_of(case.attrib["name"])])
         seconds[name].append(float(case.attrib["time"]))
-    return {name: round(sum(its) / len(its), 3) for name, its in sorted(seconds.items()) if sum(its) > SECONDS}
+    found = {
+        name: round(sum(its) / len(its), 3) for name, its in seconds.items() if sum(its) > SECONDS or name in times
+    }
+    return dict(sorted((times | found).items()))
 
 
 if __name__ == "__main__":
-    TIMES.write_text(json.dumps(of_record(Path(sys.argv[1])), indent=0) + "\n")
+    before = json.loads(TIMES.read_text(encoding="utf-8"))
+    TIMES.write_text(json.dumps(updated(before, Path(sys.argv[1])), indent=0) + "\n", encoding="utf-8")

@@ -481,7 +481,7 @@ def ours(model):
     return model.config._attn_implementation == OURS
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_a_compiled_forward_pass_whose_numbers_are_symbols(family, said, compiler):
     model = model_of(family)
     with torch.no_grad():
@@ -493,9 +493,8 @@ def test_a_compiled_forward_pass_whose_numbers_are_symbols(family, said, compile
     assert not said()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_dropout_in_a_compiled_model(family, said, compiler):
-    name, config, sizes, _ = FAMILIES[family]
+def test_dropout_in_a_compiled_model(said, compiler):
+    name, config, sizes, _ = FAMILIES["gemma2"]
     torch.manual_seed(0)
     model = getattr(transformers, name)(getattr(transformers, config)(**{**sizes, "attention_dropout": 0.25})).train()
     model.set_attn_implementation(OURS)
