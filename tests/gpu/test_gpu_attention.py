@@ -508,3 +508,20 @@ def test_two_attentions_of_more_than_2_to_the_31_elements_are_joined():
         found = formula(*(one[rows] for one in x))
         torch.testing.assert_close(out[rows], found[0], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse[rows], found[1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(70, 130), (1, 8192)], ids=["whole", "split"])
+def test_quick_sinks_of_16_bits_have_the_bits_of_float32s(rows, keys, dtype, way):
+    """They are read as they are, so that an equal call is launched natively."""
+    from tilestream.ops import native
+
+    q, k, v = (torch.randn(2, count, heads, 64, device="cuda", dtype=BF16) for count, heads in
+               ((rows, 16), (keys, 2), (keys, 2)))  # fmt: skip
+    sinks = torch.randn(16, device="cuda").to(dtype)
+    expected = ts.attention(q, k, v, sinks=sinks.float(), causal=True)
+    for _ in range(3):
+        assert torch.equal(ts.attention(q, k, v, sinks=sinks, causal=True), expected)
+    if native.loaded() is not None:
+        call = (q, k, v, sinks, *[None] * 8, "bshd", True, *[None] * 5, False, None, "auto", None)
+        assert torch.equal(native.attention(*call), expected), "it is not native"

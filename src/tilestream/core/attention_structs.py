@@ -96,7 +96,7 @@ class Scores(NamedTuple):
     #: scale over ``softcap``.
     scale: Any
     softcap_scale: Any
-    sinks: Any  # float32 ``[heads]``, or None
+    sinks: Any  # ``[heads]`` of 16 or 32 bits, or None
 
 
 class Rows(NamedTuple):

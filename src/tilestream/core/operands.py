@@ -77,7 +77,9 @@ class AttentionOperands(NamedTuple):
     scale: float = 1.0  # of the products of queries and keys
     #: float32 (float64 for float64): ``[B, Hq, Sq]``, packed ``[T, Hq]``; None where it is no output.
     lse: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # ``[Hq]``, of the log-sum-exp's dtype
+    sinks: torch.Tensor | None = (
+        None  # ``[Hq]``, of the log-sum-exp's dtype; without gradients on a GPU also of 16 bits
+    )
     #: scale_q, scale_k, scale_v: float32 ``[B, Hq]``, ``[B, Hkv]``, ``[B, Hkv]``, any strides; None: 1.
     scale_q: torch.Tensor | None = None
     scale_k: torch.Tensor | None = None

@@ -28,6 +28,7 @@ from tilestream.ops.checks import (
     check_written,
     refuse_tangents,
 )
+from tilestream.ops.gradients import is_differentiated
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import made_fresh, unviewed
 from tilestream.ops.request import clear_signals
@@ -154,7 +155,7 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
         None if scale is None else _canonical_scale(name, scale, batch, y.shape[-2])
         for name, scale, y in (("scale_q", r.scale_q, q), ("scale_k", r.scale_k, k), ("scale_v", r.scale_v, v))
     )
-    sinks = None if r.sinks is None else r.sinks.to(wide_dtype(q.dtype))
+    sinks = None if r.sinks is None else _sinks_of_op(r.sinks, q, k, v)
     if torch.is_grad_enabled():
         _check_gradients(r)
     s = Settings(
@@ -174,6 +175,15 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     _resize(r.out, x, s)
     lse = q.new_empty(library.lse_shape(x), dtype=wide_dtype(q.dtype)) if s.return_lse else None
     return x._replace(out=_outermost(r, r.out), lse=lse), s
+
+
+def _sinks_of_op(sinks: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    """The sinks as the op takes them: of the log-sum-exp's dtype, or on a GPU without a gradient of 16 bits.
+
+    A converted copy would have another address in each call, and none of these calls could be launched natively.
+    """
+    is_read = sinks.is_cuda and sinks.dtype in (torch.float16, torch.bfloat16) and not torch.compiler.is_compiling()
+    return sinks if is_read and not is_differentiated((sinks, *operands)) else sinks.to(wide_dtype(operands[0].dtype))
 
 
 def _resize(out: torch.Tensor, x: AttentionOperands, s: Settings) -> None:

@@ -66,6 +66,11 @@ def _call(op: Any, args: tuple[Any, ...]) -> Any:
     return op(*args)
 
 
+def is_differentiated(args: Sequence[Any]) -> bool:
+    """Whether autograd, forward AD or a transform of torch.func sees a call with these arguments."""
+    return _is_asked_for(args) or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _is_asked_for(args: Sequence[Any]) -> bool:
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         return True

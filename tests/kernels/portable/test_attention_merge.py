@@ -29,7 +29,7 @@ def plan_of(shares: int, varlen: bool, dim: int):
     return of_candidate(problem, named("h100"), "hopper", found, "a test's", ())
 
 
-def operands(varlen: bool, dim: int, layout: str, sinks: bool | float) -> AttentionOperands:
+def operands(varlen: bool, dim: int, layout: str, sinks: bool | float | torch.dtype) -> AttentionOperands:
     rows = (10,) if varlen else (2, 5)
     q = torch.zeros(*rows, H, 64, dtype=torch.float16)
     k, v = torch.zeros(2, 700, 2, 64, dtype=torch.float16), torch.zeros(2, 700, 2, dim, dtype=torch.float16)
@@ -37,11 +37,13 @@ def operands(varlen: bool, dim: int, layout: str, sinks: bool | float) -> Attent
     if layout == "bhsd":
         out = torch.full((2, H, 5, dim), math.nan, dtype=torch.float16).transpose(1, 2)
     lse = torch.full((10, H) if varlen else (2, H, 5), math.nan)
-    given = torch.randn(H) if sinks is True else torch.full((H,), float(sinks))
+    given = torch.full((H,), float(sinks)) if isinstance(sinks, float) else torch.randn(H)
+    given = given.to(sinks) if isinstance(sinks, torch.dtype) else given
     return AttentionOperands(q, k, v, out, 0.1, lse, given if sinks else None)
 
 
-@pytest.mark.parametrize("sinks", [False, True, 100.0])  # 100: above all scores, and beyond what exp takes
+# 100: above all scores, and beyond what exp takes
+@pytest.mark.parametrize("sinks", [False, True, 100.0, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
 @pytest.mark.parametrize(("shares", "dim"), [(2, 64), (7, 40), (35, 16)])
 def test_shares_are_joined(shares, dim, layout, sinks):

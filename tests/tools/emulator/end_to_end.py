@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import emulated_hip
 import tilestream as ts
+from attention_maths import attention_by_torch
 from emulated_hip import Hip
 from error_rule import Maths, check
 from grouped_cases import expected
@@ -94,6 +95,18 @@ def attention(hip: Hip) -> None:
     mask = torch.ones(100, 130, dtype=torch.bool).tril(30)
     exact = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
     assert (found - exact).abs().max() < 2e-2
+
+
+def sinks_of_16_bits(hip: Hip) -> None:
+    """They are read as they are, so that an equal call is launched natively."""
+    given = rand(1, 40, 4, 64), rand(1, 70, 2, 64, seed=1), rand(1, 70, 2, 64, seed=2), rand(4, seed=3)
+    q, k, v, sinks = on_gpu = [x.to(GPU) for x in given]
+    with ts.worker_limit(3), observe() as seen:
+        out = ts.attention(q, k, v, sinks=sinks, causal=True)
+    exact, _ = attention_by_torch(*(x[0].float() for x in given[:3]), causal=True, sinks=given[3])
+    assert (out.cpu()[0].float() - exact).abs().max() < 2e-2
+    with _disable_current_modes():
+        recipe_of(seen, Call(dict(zip(("q", "k", "v", "sinks", "out"), (x.held for x in (*on_gpu, out)), strict=True))))
 
 
 def streamed(hip: Hip) -> None:
@@ -270,6 +283,7 @@ CASES: dict[str, Callable[[Hip], None]] = {
     "grouped, rows": grouped("rows"),
     "grouped, K": grouped("k"),
     "attention": attention,
+    "attention, sinks of 16 bits": sinks_of_16_bits,
     "matmul, streamed": streamed,
     "matmul, a chunk is lost": lost,
     "captured, dynamic": captured("dynamic"),

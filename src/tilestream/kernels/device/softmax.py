@@ -98,7 +98,7 @@ def finalize(row_max, row_sum, sinks, head, row, scale, PACK: tl.constexpr):
     A sink adds to the sum and has no value. NaN stays NaN.
     """
     if sinks is not None:
-        sink = tl.load(sinks + head + row % PACK)
+        sink = tl.load(sinks + head + row % PACK).to(row_sum.dtype)
         highest = tl.maximum(row_max * scale, sink * LOG2_E)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         factor = power_of_2(tl.fma(row_max, scale, -shift))

@@ -65,7 +65,7 @@ def merge_shares(
     out, lse
         The call's outputs, with strides of sequence, position and head; ``lse`` may be None.
     sinks
-        float32 ``[heads]``, or None.
+        ``[heads]``, or None.
     positions
         Query positions of a sequence.
     TOGETHER
@@ -77,7 +77,7 @@ def merge_shares(
     some = tl.arange(0, TOGETHER)
     top = tl.cast(float("-inf"), tl.float32)
     if sinks is not None:
-        top = tl.load(sinks + head)
+        top = tl.load(sinks + head).to(tl.float32)
     for first in range(0, shares, TOGETHER):
         share = first + some
         logs = tl.load(sums + share.to(tl.int64) * rows + row, mask=share < shares, other=float("-inf"))
@@ -85,7 +85,7 @@ def merge_shares(
     base = base_of(top)
     total = tl.cast(0.0, tl.float32)
     if sinks is not None:
-        total = weight_of(tl.load(sinks + head), base)
+        total = weight_of(tl.load(sinks + head).to(tl.float32), base)
     acc = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, shares, TOGETHER):
         share = first + some
