@@ -9,8 +9,8 @@ without a time are kept whole. So `make test` takes minutes, however many cases 
     pytest --tier 2/3           the second of three equal parts of what the quick tier leaves out
     pytest --tier quick,2/3     both, in one run: what is imported and collected is so once
     pytest --tier all           every case, as without --tier
-    python tests/tiers.py FILE  bring a JUnit record's times into `times.json`: make test ARGS="--junitxml FILE", on an
-                                idle machine; functions that the record has not keep their times
+    python tests/tiers.py FILE  add functions of a JUnit record to `times.json`: make test ARGS="--junitxml FILE", on an
+                                idle machine; functions with a time keep it
 """
 
 from __future__ import annotations
@@ -143,10 +143,9 @@ class Progress:
 
 
 def updated(times: dict[str, float], path: Path) -> dict[str, float]:
-    """The times with those of a JUnit record: seconds a case, by function.
+    """The times, and those of a JUnit record's other functions that take longer than `SECONDS`: seconds a case.
 
-    Functions are added that take longer than `SECONDS` there. Of a function with a time the record may have some cases
-    alone, so it stays.
+    A time is kept, since a quick record may have some of the function's cases alone.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     for case in ElementTree.parse(path).getroot().iter("testcase"):
@@ -156,10 +155,8 @@ def updated(times: dict[str, float], path: Path) -> dict[str, float]:
         module, *classes = inside.split(".")
         name = "::".join([f"{file.replace('.', '/')}/{module}.py", *classes, function_of(case.attrib["name"])])
         seconds[name].append(float(case.attrib["time"]))
-    found = {
-        name: round(sum(its) / len(its), 3) for name, its in seconds.items() if sum(its) > SECONDS or name in times
-    }
-    return dict(sorted((times | found).items()))
+    found = {name: round(sum(its) / len(its), 3) for name, its in seconds.items() if sum(its) > SECONDS}
+    return dict(sorted((found | times).items()))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -101,6 +102,17 @@ def test_fake_and_meta_tensors_agree_with_real_ones():
         for other in (fake, meta):
             for x, y in zip(other, real, strict=True):
                 assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()), name
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta", "cpu"])
+def test_sinks_of_16_bits_lie_anywhere(device):
+    """The op takes contiguous ones; others are converted."""
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(1, 5, 4, 16, device=device, dtype=torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float16):
+            new = functools.partial(torch.empty, device=device, dtype=dtype)
+            for sinks in (new(4), new(1).expand(4), new(4, 2).select(1, 1)):
+                assert ts.attention(q, q, q, sinks=sinks).shape == q.shape
 
 
 @pytest.mark.parametrize("name", ["dense", "packed"])

@@ -180,9 +180,13 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
 def _sinks_of_op(sinks: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
     """The sinks as the op takes them: of the log-sum-exp's dtype, or on a GPU without a gradient of 16 bits.
 
-    A converted copy would have another address in each call, and none of these calls could be launched natively.
+    A converted copy would have another address in each call, and none of these calls could be launched natively. On
+    ``meta`` calls are compiled ahead for a GPU.
     """
-    is_read = sinks.is_cuda and sinks.dtype in (torch.float16, torch.bfloat16) and not torch.compiler.is_compiling()
+    is_read = (
+        (sinks.is_cuda or sinks.is_meta) and sinks.dtype in (torch.float16, torch.bfloat16) and sinks.is_contiguous()
+        and not torch.compiler.is_compiling()
+    )  # fmt: skip
     return sinks if is_read and not is_differentiated((sinks, *operands)) else sinks.to(wide_dtype(operands[0].dtype))
 
 

@@ -250,8 +250,15 @@ def target(o: Operand, kind: str, select: tuple[int, int] | None = None, keeps: 
     return put_part
 
 
+def _unsigned(o: Operand) -> None:
+    """Raise `Unknown` for modifiers of the sign, which these operands have not."""
+    if o.negated or o.absolute:
+        raise Unknown(f"operand {o.text}: a sign")
+
+
 def lanes_of(o: Operand) -> Read:
     """A mask in scalar registers, a boolean a lane."""
+    _unsigned(o)
     if o.file == "k":
         constant = to_lanes(o.bits(64))
         return lambda w: constant
@@ -274,6 +281,7 @@ def mask_target(o: Operand) -> Write:
 
 def scalar(o: Operand, is_wide: bool = False) -> Callable[[Registers], int]:
     """A source of a scalar instruction, as an unsigned number."""
+    _unsigned(o)
     n = o.index
     if o.file == "s":
         return (lambda w: w.s[n] | w.s[n + 1] << 32) if is_wide else (lambda w: w.s[n])

@@ -91,6 +91,22 @@ global_store_dword v1, v3, s[2:3]""")
     assert set(found[:64]) == {bits}
 
 
+def test_a_mixed_sum_is_rounded_to_float32_and_then_to_float16():
+    found = run(f"""{BEGIN}
+v_mov_b32_e32 v3, 0
+v_mov_b32_e32 v4, 1.0
+v_mov_b32_e32 v5, 0x3f801000
+v_mov_b32_e32 v6, 0x30800000
+v_fma_mixlo_f16 v3, v4, v5, v6
+global_store_dword v1, v3, s[2:3]""")
+    assert set(found[:64]) == {0x3C00}, "1 + 2^-11 + 2^-30 becomes 1 + 2^-11, which lies between two, and then 1"
+
+
+@pytest.mark.parametrize("line", ["s_mov_b32 s4, neg(1)", "v_cndmask_b32_e64 v3, v4, v5, -vcc"])
+def test_scalar_operands_have_no_sign(line):
+    assert decode(HEAD.format(f"\t{line}")).unknown
+
+
 def test_a_register_is_not_used_before_a_wait_covers_its_load():
     refused(f"{BEGIN}\nglobal_load_dword v3, v1, s[2:3]\nv_add_u32_e32 v3, v3, v2", "v3 is used before a wait")
     two = "global_load_dword v3, v1, s[2:3]\nglobal_load_dword v4, v1, s[2:3]\ns_waitcnt vmcnt(1)\n"

@@ -124,4 +124,4 @@ def _mixed(one: Decoded, found: re.Match[str]) -> Act:
         whole = target(one.operands[0], "f")
         return lambda w: whole(w, n_.fma(a(w), b(w), c(w)))
     put = target(one.operands[0], "h", (16 if found[1] == "hi" else 0, 16))
-    return lambda w: put(w, n_.fma16(a(w), b(w), c(w)))
+    return lambda w: put(w, n_.fma(a(w), b(w), c(w)).astype(n_.F16))  # rounded twice
