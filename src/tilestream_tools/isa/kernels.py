@@ -19,7 +19,7 @@ from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.grouped import plan_groups
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.problem import FP8, GroupedProblem, Incoming, Problem, dtype_name, result_name
+from tilestream.plan.problem import FP8, ITEMSIZE, GroupedProblem, Incoming, Problem, dtype_name, result_name
 from tilestream.plan.tma import refuse_contiguous
 
 if TYPE_CHECKING:
@@ -332,10 +332,11 @@ def attention_operands(
 
     plan, p = arguments.plan, arguments.plan.problem
     lengths = (p.varlen, p.tokens_k, p.lengths, p.page_size, p.varlen, p.varlen)
+    sinks = p.dtype if ITEMSIZE[p.dtype] == 2 else "float32"  # as a model of that dtype has them
     given = (
         *(matrices or (*[pointer(p.dtype, address=address)] * 3, pointer(p.out_dtype))),
         pointer("float32", p.return_lse or plan.shares > 1, word),
-        pointer("float32", p.sinks and plan.shares == 1, word), *[pointer("float32", p.scaled, word)] * 3,
+        pointer(sinks, p.sinks and plan.shares == 1, word), *[pointer("float32", p.scaled, word)] * 3,
         *[pointer("int32", one, word) for one in lengths],
         pointer("int64", plan.schedule.kind != "static" or p.keys is not None), log, 0, 0, *arguments.scales(0.125),
     )  # fmt: skip
