@@ -234,7 +234,9 @@ def test_sdist_has_no_records_and_no_pictures(tmp_path, monkeypatch):
     (sdist,) = builder.build(directory=str(tmp_path))
     with tarfile.open(sdist) as tar:
         names = {member.name.partition("/")[2]: member.size for member in tar.getmembers()}
-    assert not [name for name in names if name.startswith("benchmarks/results/") or name.endswith(".png")]
+    assert not [
+        name for name in names if name.startswith("benchmarks/results/") or name.endswith((".png", "held.json"))
+    ]
     wanted = {
         "src/tilestream/__init__.py",
         "csrc/ops.cpp",
