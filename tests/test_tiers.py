@@ -76,11 +76,7 @@ def test_times_are_read_from_a_record(tmp_path):
         '<testcase classname="tests.test_b.TestC" name="test_skipped" time="9"><skipped/></testcase>'
         "</testsuite></testsuites>"
     )
-    two, short, other = (
-        "tests/test_b.py::TestC::test_two",
-        "tests/test_b.py::TestC::test_short",
-        "tests/test_d.py::test",
-    )
+    two, short = (f"tests/test_b.py::TestC::{name}" for name in ("test_two", "test_short"))
     assert tiers.updated({}, record) == {"tests/core/test_a.py::test_one": 2.0, two: 2.5}
-    before = {two: 9.0, short: 0.5, other: 4.0}
+    before = {two: 9.0, short: 0.5, "tests/test_d.py::test": 4.0}
     assert tiers.updated(before, record) == {"tests/core/test_a.py::test_one": 2.0, **before}

@@ -54,17 +54,8 @@ def run(arch: str, landing: str, seed: int, cache: Path, *names: str) -> None:
 
 @pytest.mark.timeout(1800)
 def test_matmul_attention_a_capture_and_async_tp(tmp_path):
-    run(
-        "gfx942",
-        "random",
-        1,
-        tmp_path,
-        "matmul, dynamic",
-        "attention",
-        "attention, sinks of 16 bits",
-        "captured, a gate",
-        "async TP, two GPUs",
-    )
+    names = "matmul, dynamic", "attention", "attention, sinks of 16 bits", "captured, a gate", "async TP, two GPUs"
+    run("gfx942", "random", 1, tmp_path, *names)
 
 
 @pytest.mark.slow
