@@ -26,6 +26,7 @@ FILES = {
     "test_portable_realign.py": (89, 0),
     "test_attention_merge.py": (43, 0),
     "test_portable_gemm.py": (80, 18),
+    "test_one_tile.py": (70, 0),
     "test_portable_grouped.py": (56, 18),
     "test_portable_grouped_sources.py": (43, 30),
     "test_portable_order.py": (32, 42),

@@ -77,6 +77,8 @@ launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
 kernels.portable.experts: kernels/portable/test_portable_experts.py kernels/test_experts_compiled.py
 kernels.portable.realign: kernels/portable/test_portable_realign.py
 kernels.portable.grouped: kernels/portable/test_portable_grouped.py ops/test_grouped.py
+kernels.portable.one_tile: kernels/portable/test_one_tile.py
+plan.policy.one_tile: plan/test_one_tile_plan.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
  kernels/portable/test_portable_grouped.py
 launch.gemm_arguments: plan/test_portable_plan.py kernels/portable/test_portable_gemm.py

@@ -200,9 +200,9 @@ def _make(
 
         at_16 = [tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)]
         return HopperLaunch(plan, layout, at_16[2], (at_16[0], at_16[1]))
-    from tilestream.launch.portable.launch import GemmLaunch
+    from tilestream.launch.portable.launch import launch_of
 
-    return GemmLaunch(plan, layout)
+    return launch_of(plan, layout)
 
 
 def _by_tma(out: torch.Tensor, layout: Layout) -> bool:

@@ -11,6 +11,9 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind, Schedule
 
+#: A variant, see `Candidate.variant`.
+ONE_TILE = "one_tile"
+
 
 class Forced(NamedTuple):
     """What the caller forces of a kernel, as arguments of `tilestream.plan`; None: the plan's choice."""
@@ -84,7 +87,8 @@ class Candidate:
 
     #: ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
     #: torch's own threads, where starting workers would cost more than it gains. ``persistent``: on a GPU, resident
-    #: programs, one a worker. Hopper: ``cooperative``, ``ping_pong``, ``single`` and ``paired``, see
+    #: programs, one a worker; ``one_tile``: programs that have a tile each, see `tilestream.kernels.portable.one_tile`.
+    #: Hopper: ``cooperative``, ``ping_pong``, ``single`` and ``paired``, see
     #: `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
     variant: str
     #: ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.

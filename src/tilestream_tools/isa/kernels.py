@@ -206,14 +206,12 @@ def contiguous(request: CompileRequest, batch_stride: int = 0) -> Layout:
 
 def portable_gemm(request: CompileRequest) -> Source:
     """The portable kernel as its plan would launch it."""
-    from tilestream.kernels.portable.gemm import gemm
-
     plan = plan_problem(
         request.problem, None, request.schedule, request.tile, device=request.device, backend="portable"
     )
     if request.stages is not None:
         plan = replace(plan, stages=request.stages)
-    filled, options = portable_arguments(plan, contiguous(request), plan.problem.aligned)
+    gemm, filled, options = portable_source(plan, contiguous(request), plan.problem.aligned)
     return Source(gemm, filled, options, plan.warps, plan)
 
 
@@ -278,20 +276,20 @@ def hopper_grouped(request: CompileRequest) -> Source:
     return Source(grouped_gemm, arguments.fill((*described, *more)), arguments.options, plan.warps, plan)
 
 
-def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[list[Any], dict[str, Any]]:
-    """What the portable kernel is compiled with, and how: its launch's arguments, of no address.
+def portable_source(plan: Plan, layout: Layout, aligned: bool) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The portable kernel of a plan, what it is compiled with, and how: its launch's arguments, of no address.
 
     Parameters
     ----------
     aligned
         Whether the operands' addresses are multiples of 16.
     """
-    from tilestream.launch.portable.arguments import Arguments
+    from tilestream.launch.portable.arguments import arguments_of
 
-    arguments = Arguments(plan, layout)
+    arguments = arguments_of(plan, layout)
     inputs = [pointer(dtype, address=0 if aligned else 2) for dtype in plan.problem.dtypes]
     filled = arguments.fill(operands(plan, layout, inputs), gate=gate_arguments(plan), copies=copy_arguments(plan))
-    return filled, arguments.options
+    return arguments.kernel, filled, arguments.options
 
 
 def pointer(dtype: str, is_given: object = True, address: int = 0) -> Pointer | None:

@@ -63,7 +63,7 @@ def scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
 def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, incoming=None) -> None:
     """As `tilestream.ops.gpu.run` does it, on CPU tensors."""
     from tilestream.launch.gemm_arguments import Layout
-    from tilestream.launch.portable.launch import GemmLaunch
+    from tilestream.launch.portable.launch import launch_of
 
     epilogue = epilogue or Epilogue()
     layout = Layout(
@@ -73,7 +73,7 @@ def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, inc
         epilogue.alpha != 1, epilogue.activation,
         scale_strides(epilogue.scale_a, -2), scale_strides(epilogue.scale_b, -1),
     )  # fmt: skip
-    GemmLaunch(plan, layout)(GemmOperands(a, b, out, epilogue), incoming, probe)
+    launch_of(plan, layout)(GemmOperands(a, b, out, epilogue), incoming, probe)
 
 
 def nan_like(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

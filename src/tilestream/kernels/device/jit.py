@@ -25,8 +25,10 @@ _UNALIGNED = (
 )  # fmt: skip
 
 
-def entry(jit: Any, specialised: Iterable[str], unaligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a kernel's entry, whose first number is ``base``. One compiled kernel serves all values of its numbers.
+def entry(
+    jit: Any, specialised: Iterable[str], unaligned: tuple[str, ...] = (), first: str = "base"
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a kernel's entry. One compiled kernel serves all values of its numbers.
 
     Parameters
     ----------
@@ -36,12 +38,14 @@ def entry(jit: Any, specialised: Iterable[str], unaligned: tuple[str, ...] = ())
         Numbers that Triton specialises: a 1 is compiled in, and the compiler knows whether they are multiples of 16.
     unaligned
         Pointers that need no alignment, in addition to `_UNALIGNED`.
+    first
+        The first parameter that is a number; all behind it are numbers, or constexpr.
     """
 
     def jitted(function: Callable[..., Any]) -> Any:
         names = list(inspect.signature(function).parameters)
         others = {"records", "claims", "C", *_UNALIGNED, *specialised}
-        numbers = [name for name in names[names.index("base") :] if name not in others]
+        numbers = [name for name in names[names.index(first) :] if name not in others]
         return jit(do_not_specialize=numbers, do_not_specialize_on_alignment=(*_UNALIGNED, *unaligned))(function)
 
     return jitted

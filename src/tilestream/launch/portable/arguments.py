@@ -1,4 +1,4 @@
-"""The arguments of `tilestream.kernels.portable.gemm.gemm` that a plan and a layout decide."""
+"""The arguments of the portable GEMMs that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 from tilestream.kernels.config import PortableConfig
 from tilestream.kernels.portable.gemm import gemm
+from tilestream.kernels.portable.one_tile import one_tile
 from tilestream.launch.gemm_arguments import GemmArguments, Layout, is_aligned
 from tilestream.launch.portable.options import options
+from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.portable import adds_by_itself, converts, in_vectors, strip, sums_lose_bits
 
@@ -17,7 +19,7 @@ _PRECISE_K = 128
 
 
 class Arguments(GemmArguments):
-    """See `GemmArguments`."""
+    """Those of `tilestream.kernels.portable.gemm.gemm`: see `GemmArguments`."""
 
     kernel: Any = gemm
     matrices: tuple[str, ...] = ("a", "b")
@@ -38,7 +40,7 @@ class Arguments(GemmArguments):
             **logs,
             STRIP=strip(arch, plan.block[1], self._is_store(), problem.dtype),
             OFFSETS_64BIT=self._wide(),
-            EVEN_K=problem.k > 0 and problem.k % block_k == 0,
+            EVEN_K=problem.k > 0 and problem.k == plan.schedule.grid.k_steps * block_k,
             PRECISION="tf32" if problem.kind == "tf32" else "ieee",
             IMPRECISE=min(_PRECISE_K, block_k) if empties else None,
             PROMOTED=empties and adds_by_itself(arch),
@@ -74,3 +76,14 @@ class Arguments(GemmArguments):
             sum(max(extent - 1, 0) * stride for extent, stride in zip(extents, strides, strict=True)) >= _INT31
             for extents, strides in reached
         )
+
+
+class OneTileArguments(Arguments):
+    """Those of `tilestream.kernels.portable.one_tile.one_tile`."""
+
+    kernel: Any = one_tile
+
+
+def arguments_of(plan: Plan, layout: Layout) -> Arguments:
+    """The arguments of a plan's kernel, without a trace."""
+    return (OneTileArguments if plan.variant == ONE_TILE else Arguments)(plan, layout)

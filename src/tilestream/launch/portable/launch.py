@@ -1,8 +1,6 @@
-"""Launches the portable GEMM. A plan and a layout decide most arguments once; a call gives the addresses."""
+"""Launches the portable GEMMs. A plan and a layout decide most arguments once; a call gives the addresses."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
@@ -11,16 +9,15 @@ from tilestream.launch import launch
 from tilestream.launch.gate import NO_GATE, GateArguments
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.launch.launch import Kernel, Probe
-from tilestream.launch.portable.arguments import Arguments
+from tilestream.launch.portable.arguments import Arguments, arguments_of
 from tilestream.launch.trace import SpanLog
+from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
 
 
 class GemmLaunch(launch.GemmLaunch):
     """The portable GEMM for one plan, one layout of the operands and one alignment of their addresses."""
-
-    kernel: Any = Arguments.kernel
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
         super().__init__(plan)
@@ -44,9 +41,9 @@ class GemmLaunch(launch.GemmLaunch):
             traced = isinstance(probe, SpanLog)
             arguments = self.arguments(probe=not traced, trace=traced)
             capacity = 0 if isinstance(probe, SpanLog) else probe.capacity
-            kernel = Kernel(self.kernel, self._grid, arguments.options)
+            kernel = Kernel(arguments.kernel, (self.plan.workers, 1, 1), arguments.options)
         else:
-            kernel = self._kernel = self._kernel or Kernel(self.kernel, self._grid, arguments.options)
+            kernel = self._kernel = self._kernel or Kernel(arguments.kernel, self._grid, arguments.options)
         operands = kernel.take((
             a, b, out, epilogue.bias, epilogue.residual, epilogue.scale_a, epilogue.scale_b, words.partials,
             words.counts, words.counters, self.table.on(a.device), None if probe is None else probe.words, words.base,
@@ -57,3 +54,28 @@ class GemmLaunch(launch.GemmLaunch):
         if copies is not NO_COPIES:
             copies = CopyArguments._make(kernel.take(copies))
         kernel(stream, arguments.fill(tuple(operands), capacity, gate, copies=copies))
+
+
+class OneTileLaunch(GemmLaunch):
+    """The portable GEMM whose programs have a tile or a share each. A trace is of the other one's workers."""
+
+    def __init__(self, plan: Plan, layout: Layout) -> None:
+        super().__init__(plan, layout)
+        schedule, grid = plan.schedule, plan.schedule.grid
+        if (schedule.kind == "static" and grid.tiles > schedule.workers) or schedule.kind == "dynamic":
+            raise ValueError(f"plan: {schedule.kind}, {grid.tiles} tiles on {schedule.workers} programs; each has one")
+        if schedule.kind == "stream_k" and schedule.full_tiles:
+            raise ValueError(
+                f"plan: {schedule.full_tiles} of {grid.tiles} tiles are not cut; programs have shares of all tiles"
+            )
+        shares = (schedule.num_shares, 1, 1)
+        self._grid = (grid.num_n, grid.num_m, grid.batch) if schedule.kind == "static" else shares
+
+    def arguments(self, probe: bool = False, trace: bool = False) -> GemmArguments:
+        """See `GemmLaunch.arguments`."""
+        return super().arguments(probe, trace) if probe or trace else arguments_of(self.plan, self.layout)
+
+
+def launch_of(plan: Plan, layout: Layout) -> GemmLaunch:
+    """The launch of a plan."""
+    return (OneTileLaunch if plan.variant == ONE_TILE else GemmLaunch)(plan, layout)

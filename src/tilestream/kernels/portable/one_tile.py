@@ -1,0 +1,151 @@
+"""GEMM in Triton for small problems: a program a tile, or a share of a tile's K, without queues.
+
+::
+
+    static:    acc = 0;  for step in K: acc += A[rows, step] @ B[step, columns];  out[tile] = epilogue(acc)
+    stream_k:  the share of this program, as `tilestream.core.stream_k` cuts all tiles:
+               whole tile: as above;  part of a tile: slot = acc; count; the last to count finishes the tile
+
+A persistent worker asks a schedule for its items, and a warp-specialised one starts two loops. Of a product that takes
+5 us this is a fifth. Here the position in the grid is the tile or the share, so the first loads begin at once. There is
+no gate and no trace: `tilestream.kernels.portable.gemm` does the same plan where a trace is wanted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilestream.core.structs import Epilogue, Matrix, Vector
+from tilestream.kernels.device.jit import entry
+from tilestream.kernels.device.schedule import count_in, part_begin, part_of, part_size, row_major, share_part, slot_of
+from tilestream.kernels.portable.epilogue import store_partial, store_tile
+from tilestream.kernels.portable.gemm import in_vectors
+
+
+@triton.jit
+def tile_product(a, b, batch, pm, pn, k_begin, k_end, m, n, k, C: tl.constexpr):
+    """The products of K steps [k_begin, k_end) of a tile: float32 ``[BLOCK_M, BLOCK_N]``.
+
+    ``a`` and ``b`` are `Matrix`: ``[m, k]`` and ``[k, n]`` a batch. Rows and columns past the end are masked: to wrap
+    them around takes a division, which the first load would wait for.
+    """
+    VECTOR: tl.constexpr = C.VECTOR
+    A_ALONG_K: tl.constexpr = C.K_MAJOR[0]
+    B_ALONG_K: tl.constexpr = C.K_MAJOR[1]
+    if C.VECTOR > 1:
+        a, b = in_vectors(a, not A_ALONG_K, VECTOR), in_vectors(b, B_ALONG_K, VECTOR)
+        if not A_ALONG_K:
+            m = m // VECTOR * VECTOR
+        if not B_ALONG_K:
+            n = n // VECTOR * VECTOR
+        if A_ALONG_K or B_ALONG_K:
+            k = k // VECTOR * VECTOR
+    rows = pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    cols = pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
+    step = tl.arange(0, C.BLOCK_K)
+    has_row, has_column = rows[:, None] < m, cols[None, :] < n
+    depth = k_begin * C.BLOCK_K + step
+    if C.OFFSETS_64BIT:
+        rows = rows.to(tl.int64)
+        cols = cols.to(tl.int64)
+        depth = depth.to(tl.int64)
+    at_a = a.at + batch.to(tl.int64) * a.batch + rows[:, None] * a.row + depth[None, :] * a.column
+    at_b = b.at + batch.to(tl.int64) * b.batch + depth[:, None] * b.row + cols[None, :] * b.column
+    TILE: tl.constexpr = (C.BLOCK_M, C.BLOCK_N)
+    acc = tl.zeros(TILE, tl.float32)
+    for i in range(k_begin, k_end):
+        if C.EVEN_K:
+            x = tl.load(at_a, mask=has_row, other=0.0)
+            y = tl.load(at_b, mask=has_column, other=0.0)
+        else:
+            rest = k - i * C.BLOCK_K
+            x = tl.load(at_a, mask=has_row & (step[None, :] < rest), other=0.0)
+            y = tl.load(at_b, mask=has_column & (step[:, None] < rest), other=0.0)
+        acc = tl.dot(x, y, acc, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
+        at_a += C.BLOCK_K * a.column
+        at_b += C.BLOCK_K * b.row
+    return acc
+
+
+@triton.jit
+def reduced(at, parts, C: tl.constexpr):
+    """A strip of a tile's ``parts`` partial results, added in K order.
+
+    Loads bypass the first-level cache, which may be stale. Several are in flight, because L2's latency is long: as many
+    as fit a thread's registers.
+    """
+    SIZE: tl.constexpr = C.BLOCK_M * C.BLOCK_N
+    STRIP: tl.constexpr = C.STRIP
+    TOGETHER: tl.constexpr = 8 if C.BLOCK_M * C.STRIP <= 2048 else 4
+    at = at + tl.arange(0, C.BLOCK_M)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
+    acc = tl.load(at, cache_modifier=".cg")
+    for first in range(1, parts, TOGETHER):
+        others = ()
+        for i in tl.static_range(TOGETHER):
+            others = others + (tl.load(at + (first + i) * SIZE, first + i < parts, 0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(TOGETHER):
+            acc = tl.where(first + i < parts, acc + others[i], acc)
+    return acc
+
+
+@triton.jit
+def finish_part(acc, partials, counts, slot, part, parts, epilogue, batch, row, column, C: tl.constexpr):
+    """Store a part of a tile and count it. The last to be counted adds the parts up, and finishes the tile."""
+    SIZE: tl.constexpr = C.BLOCK_M * C.BLOCK_N
+    store_partial(acc, partials + slot.to(tl.int64) * SIZE, C.BLOCK_M, C.BLOCK_N, C.STRIP)
+    if count_in(counts + slot - part, parts):
+        first = partials + (slot - part).to(tl.int64) * SIZE
+        for strip in range(C.BLOCK_N // C.STRIP):
+            x = reduced(first + strip * C.BLOCK_M * C.STRIP, parts, C)
+            store_tile(x, epilogue, batch, row, column + strip * C.STRIP, C.STRIP, C)
+
+
+@entry(
+    triton.jit,
+    first="m",
+    specialised=(
+        "m", "n", "k", "stride_ab", "stride_am", "stride_ak", "stride_bb", "stride_bk", "stride_bn", "stride_ob",
+        "stride_or", "stride_oc", "stride_rb", "stride_rr", "stride_rc",
+    ),
+    unaligned=("row_scale", "column_scale"),
+)  # fmt: skip
+def one_tile(
+    a, b, out, bias, residual, row_scale, column_scale, partials, counts,
+    m, n, k, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_or, stride_oc,
+    stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr, stride_tb, stride_tc, alpha, beta,
+    num_m, num_n, k_steps, shares, units, C: tl.constexpr,
+):  # fmt: skip
+    """``out = activation(alpha * row_scale * column_scale * a @ b + bias + beta * residual)``.
+
+    The grid is (column tiles, row tiles, batches), or (shares,). The parameters are those of
+    `tilestream.kernels.portable.gemm.gemm`.
+    """
+    x, y = Matrix(a, stride_ab, stride_am, stride_ak), Matrix(b, stride_bb, stride_bk, stride_bn)
+    epilogue = Epilogue(
+        Matrix(out, stride_ob, stride_or, stride_oc), Matrix(residual, stride_rb, stride_rr, stride_rc),
+        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr),
+        Vector(column_scale, stride_tb, stride_tc),
+        alpha, beta, m, n, None, None,
+    )  # fmt: skip
+    if C.KIND == "stream_k":
+        share = tl.program_id(0)
+        unit = part_begin(units, shares, share)
+        unit_end = unit + part_size(units, shares, share)
+        while unit < unit_end:
+            tile, k_begin, k_end = share_part(unit, unit_end, k_steps)
+            unit += k_end - k_begin
+            first = part_of(units, shares, tile * k_steps)
+            parts = part_of(units, shares, (tile + 1) * k_steps - 1) - first + 1
+            pm, pn = row_major(tile % (num_m * num_n), num_m, num_n)
+            batch, row, column = tile // (num_m * num_n), pm * C.BLOCK_M, pn * C.BLOCK_N
+            acc = tile_product(x, y, batch, pm, pn, k_begin, k_end, m, n, k, C)
+            if parts == 1:
+                store_tile(acc, epilogue, batch, row, column, C.BLOCK_N, C)
+            else:
+                slot = slot_of(share, tile)
+                finish_part(acc, partials, counts, slot, share - first, parts, epilogue, batch, row, column, C)
+    else:
+        pn, pm, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        acc = tile_product(x, y, batch, pm, pn, 0, k_steps, m, n, k, C)
+        store_tile(acc, epilogue, batch, pm * C.BLOCK_M, pn * C.BLOCK_N, C.BLOCK_N, C)
