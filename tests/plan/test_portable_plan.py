@@ -269,7 +269,7 @@ ROW_SCALES = {"dtype": E4M3, "out_dtype": "bfloat16", "scales": "row"}
         ({**F16, "tf32": True}, {}, {"PRECISION": "ieee"}),
         # No more than a K step: Triton takes no more.
         ({**ROW_SCALES, "k": 4096}, {}, {"IMPRECISE": None, "SCALES": "row"}),
-        ({**ROW_SCALES, "k": 4096, "fast_accum": False}, {}, {"IMPRECISE": 128, "SCALES": "row"}),
+        ({**ROW_SCALES, "m": 4096, "k": 4096, "fast_accum": False}, {}, {"IMPRECISE": 128, "SCALES": "row"}),
         ({**ROW_SCALES, "k": 4096, "fast_accum": False, "aligned": False}, {}, {"IMPRECISE": 32, "SCALES": "row"}),
     ],
 )

@@ -16,7 +16,7 @@ from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
 from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName
-from tilestream.plan.candidate import Asked, Refusal
+from tilestream.plan.candidate import ONE_TILE, Asked, Refusal
 from tilestream.plan.hooks import hooks
 from tilestream.plan.limit import promising
 from tilestream.plan.plan import Plan
@@ -109,7 +109,8 @@ def plan(
     variant, stages
         Hopper: force ``"cooperative"``, ``"ping_pong"``, ``"single"`` or ``"paired"``, and the depth of the ring.
         ``"paired"`` are two CTAs of a cluster, which no plan takes by itself: on an H100 they are slower. CDNA:
-        ``"direct"`` or ``"staged"``.
+        ``"direct"`` or ``"staged"``. The portable kernel on Hopper: ``"one_tile"``, programs that have a tile or a
+        share of its K each, for small products.
     registers
         Hopper: force the registers of a thread of the load warp and of the math warps where there are two math loops:
         ``(40, 232)`` or ``(24, 240)``. The latter is for static and dynamic schedules whose ``queues`` are not forced,
@@ -215,7 +216,7 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
     if not is_one_of(backend, (None, "hopper", "cdna", "portable")):
         raise ValueError(f"backend={backend!r}; it must be 'hopper', 'cdna', 'portable', or None for the plan's choice")
     fast = "cdna" if properties.arch.startswith("gfx") else "hopper"
-    variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
+    variants = cdna_tiles.VARIANTS if fast == "cdna" else (*hopper.VARIANTS, ONE_TILE)
     if variant is not None and not is_one_of(variant, variants):
         raise ValueError(f"variant={variant!r}; it must be one of {', '.join(variants)}, or None for the plan's choice")
     if stages is not None and (not is_whole(stages) or stages < 2):
@@ -226,6 +227,8 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
                 raise ValueError(
                     f"{name}={getattr(asked, name)!r} with device={device!s}: it is for GPUs; leave it away"
                 )
+    if variant == ONE_TILE and backend in (None, "portable") and stages is None and registers is None:
+        return asked._replace(backend="portable")
     if backend == "portable" and (variant is not None or stages is not None):
         raise ValueError(
             f"variant={variant!r}, stages={stages!r} with backend='portable': only 'hopper' and 'cdna' have them; "

@@ -11,7 +11,7 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
 from tilestream.plan import experimental
 from tilestream.plan.additions import Additions, additions
-from tilestream.plan.candidate import Candidate, Refusal
+from tilestream.plan.candidate import ONE_TILE, Candidate, Refusal
 from tilestream.plan.explain import number, promise_lines, table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.policy.portable import sums_lose_bits
@@ -76,7 +76,8 @@ class Plan(Candidate):
     @property
     def floor(self) -> Floor:
         """The lower bound of the time on this device."""
-        workers = self.device.workers if self.variant == "inline" else self.workers * self.ctas
+        every = self.variant in ("inline", ONE_TILE)  # whether no SM, or core, is left out
+        workers = self.device.workers if every else self.workers * self.ctas
         return Floor.of(self.problem, self.device, workers)
 
     @property
@@ -100,6 +101,9 @@ class Plan(Candidate):
         schedule = self.schedule
         if self.variant == "inline":
             return f"{self.backend} inline"
+        if self.variant == ONE_TILE:
+            shares = f" of {schedule.grid.tiles}" * (schedule.kind == "stream_k")
+            return f"{self.backend} {ONE_TILE}, {self.workers} programs, {self.tile[0]}x{self.tile[1]} tiles{shares}"
         each = schedule.split == "strides"
         queues = f", {schedule.queues} queues" if schedule.queues > 1 and not each else ""
         if schedule.split == "chunks":
@@ -225,6 +229,10 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.realigned:
         yield "realigned", realigned_text(problem, plan.realigned)
     yield "tiles", f"{most}{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
+    if plan.variant == ONE_TILE:
+        shares = f"{schedule.num_shares // grid.tiles} shares of the K of each tile" if remainder else "each tile"
+        yield "schedule", f"none: a program for {shares}"
+        return
     of_ctas = f" of {plan.ctas} CTAs" * (plan.ctas > 1)
     yield "schedule", f"{schedule.kind}, {schedule.workers} workers{of_ctas}{queues}{remainder}"
     if raster.table is None:

@@ -13,11 +13,11 @@ from tilestream.core.schedule import Kind
 from tilestream.plan import experimental, invariance, realign, tuned
 from tilestream.plan.additions import MMA, additions
 from tilestream.plan.arrival_order import in_arrival_order
-from tilestream.plan.candidate import Asked, Candidate, Forced, Refusal
+from tilestream.plan.candidate import FREE, ONE_TILE, Asked, Candidate, Forced, Refusal
 from tilestream.plan.explain import log, number
 from tilestream.plan.limit import is_invariant, workers_in, workers_of
 from tilestream.plan.plan import Plan, of_candidate
-from tilestream.plan.policy import cdna_tiles, cpu, hopper, portable
+from tilestream.plan.policy import cdna_tiles, cpu, hopper, one_tile, portable
 from tilestream.plan.problem import Problem
 
 Found = TypeVar("Found")
@@ -27,6 +27,7 @@ NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
 #: The share that a queue may cost on an idle device before a static grid is taken: a static grid loses 40 % where a
 #: neighbour holds a few SMs.
 QUEUE_MAY_COST = 0.01
+_GIVEN = f"variant={ONE_TILE!r} given"
 _NO_FASTER = "no faster than {} here, and a late worker would hold up its tiles"
 NO_STATIC = _NO_FASTER.format("a queue")
 
@@ -139,6 +140,8 @@ def search_space(problem: Problem, device: DeviceProperties, workers: int | None
     if hopper.refusal(problem, device):
         for candidate in portable.candidates(problem, device, count, kinds=kinds):
             yield of_candidate(problem, device, "portable", candidate, "one of the search space")
+    for candidate in one_tile.candidates(problem, device, count):
+        yield of_candidate(problem, device, "portable", candidate, "one of the search space")
 
 
 def _given(how: Asked, limited: bool) -> list[str]:
@@ -246,6 +249,12 @@ def _on_gpu(
     def by_portable_kernel() -> Iterable[Candidate]:
         return portable.candidates(problem, device, workers, kinds=of_portable, forced=forced)
 
+    def of_one_tile(kinds: tuple[Kind, ...] = one_tile.KINDS) -> list[Candidate]:
+        return list(one_tile.candidates(problem, device, workers, forced, kinds))
+
+    if how.variant == ONE_TILE:
+        found = of_one_tile(every) if how.queues is None and how.shares is None else []
+        return "portable", _forced_to_one_tile(problem, device, found), Refusal(fast, _GIVEN)
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else realign.refusal(problem, device)
     if how.variant == "paired":
         why = why or hopper.no_pairs(problem, every, workers)
@@ -257,9 +266,40 @@ def _on_gpu(
         lambda: _no_candidate(problem, fast, kinds, forced),
         f"leave what is forced of backend=, variant=, stages={more}, tile= and schedule= away",
     )  # fmt: skip
-    if name == "hopper" and problem.not_by_tma and how.backend is None and forced.tile is None:
-        return _copied_or_as_it_lies(problem, device, found, list(by_portable_kernel()), wanted)
-    return name, found, elsewhere
+    if how.backend is not None or not free or forced != FREE:
+        return name, found, elsewhere
+    if name == "hopper" and problem.not_by_tma:
+        name, found, elsewhere = _copied_or_as_it_lies(problem, device, found, list(by_portable_kernel()), wanted)
+    small = of_one_tile()
+    if name == "portable":
+        return name, [*found, *small], elsewhere
+    return _or_one_tile(problem, device, (name, found, elsewhere), small, wanted)
+
+
+def _forced_to_one_tile(problem: Problem, device: DeviceProperties, found: list[Candidate]) -> list[Candidate]:
+    """The candidates of the forced variant; `NotImplementedError` if there is none."""
+    if found:
+        return found
+    why = one_tile.refusal(problem, device) or "it has no such tile or schedule here, and no queues"
+    raise NotImplementedError(f"variant={ONE_TILE!r}: {why}; leave variant=, tile=, order=, schedule=, shares= away")
+
+
+def _or_one_tile(
+    problem: Problem, device: DeviceProperties, chosen: tuple[str, list[Candidate], Refusal], small: list[Candidate],
+    wanted: Wanted,
+) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
+    """The Hopper kernel as ``chosen``, or a program a tile, whichever the cost model expects to be faster."""
+    name, found, elsewhere = chosen
+    of_small, of_found = wanted.among(problem, device, "portable", small), wanted.among(problem, device, name, found)
+    if not of_small:
+        return chosen
+    best, other = fastest(of_small), fastest(of_found or found)
+    here, with_one = f"{number(other.predicted * 1e3)} ms", f"{number(best.predicted * 1e3)} ms"
+    if of_found and other.predicted <= best.predicted:
+        why = f"{elsewhere.why}; with a program a tile the cost model expects {with_one}, {here} here"
+        return name, found, Refusal(elsewhere.what, why)
+    times = f"{here}, {with_one} with a program a tile"
+    return "portable", small, Refusal(name, f"the cost model expects {times}" if of_found else wanted.text)
 
 
 def _of_hopper(
@@ -405,6 +445,8 @@ class Choice:
     def why_no_stream_k(self) -> str:
         """The reason why the last wave's tiles are not split along K."""
         best, ways = self.best, [c for c in self.found if c.kind == "stream_k"]
+        if best.variant == ONE_TILE:
+            return "a program has a tile, with all of its K: the cost model expects no gain of shares"
         if best.ctas > 1:
             return hopper.no_pairs(self.problem, ("stream_k",), best.ctas)
         if self.backend == "hopper" and (why := hopper.no_parts(self.problem)):

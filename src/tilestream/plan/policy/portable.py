@@ -36,6 +36,9 @@ STREAM_K_LOSS = 1.06
 #: A tile's slowdown in the kernel that draws tickets. On an H200 it is 0 to 3 % with B in a linear layer's layout, and
 #: 7 to 13 % with B row-major (benchmarks/results/h200/portable_gemm.json). A problem does not say which B has.
 QUEUE_LOSS = 1.05
+#: Bytes a second at which the last worker of a split tile reads its partial results, one after the other (H200: 60e9 to
+#: 88e9).
+PARTIALS_RATE = 70e9
 #: The slowdown of 8-bit operands that TMA does not address on Hopper, as its tensor cores take them along K alone from
 #: shared memory: a guess.
 ACROSS_LOSS = 2.0
@@ -355,7 +358,10 @@ def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile
     if problem.fp8 and problem.not_by_tma and device.arch.startswith("sm_90"):
         math *= ACROSS_LOSS
     if schedule.kind == "stream_k" and schedule.remainder:
-        partials = 2 * 4 * schedule.slots * tile.block_m * tile.block_n / device.bandwidth
+        size, parts = 4 * tile.block_m * tile.block_n, schedule.num_shares / schedule.remainder
+        partials = 2 * schedule.slots * size / device.bandwidth
+        if by_model(problem, device):
+            partials += max(1.0, parts) * size / PARTIALS_RATE
         total = (STREAM_K_LOSS * math + TILE_SECONDS) * count / workers + partials + 2 * TILE_SECONDS
     else:
         total = (math + TILE_SECONDS) * cdiv(count, workers)
