@@ -28,7 +28,6 @@ from gates import hopper_attention as attention
 from gates import hopper_gemm as hopper
 from gates import portable_attention
 from gates.hopper import no_gpu
-from gates.portable_gemm import gemm as portable_gemm
 from gpu_cases import E4M3, KINDS, Case, chunks_of, uniform
 
 from tilestream.core.device import DeviceProperties
@@ -40,7 +39,7 @@ from tilestream.plan.planner import plan_problem, search_space
 from tilestream.plan.policy import hopper_attention
 from tilestream.plan.problem import Incoming
 from tilestream_tools.isa.build import build
-from tilestream_tools.isa.kernels import portable_arguments
+from tilestream_tools.isa.kernels import portable_source
 from tilestream_tools.warm.ahead import compile_call, kernels_of
 from tilestream_tools.warm.calls import Grouped
 
@@ -68,8 +67,8 @@ class Job(NamedTuple):
             return attention.attend, *attention.fill(self.plan, self.layout)
         if self.plan.backend == "hopper":
             return hopper.gemm, *hopper.fill(self.plan, self.layout, local_rows=self.local_rows)
-        filled, options = portable_arguments(self.plan, self.layout, self.plan.problem.aligned)
-        return portable_gemm, options, filled
+        kernel, filled, options = portable_source(self.plan, self.layout, self.plan.problem.aligned)
+        return kernel, options, filled
 
     def key(self) -> str:
         """Of its compiled kernel; of a GEMM's made by Triton's own binder."""

@@ -1,0 +1,139 @@
+"""Programs with a tile, or a share of one, each: by the error rule, bit by bit, repeated, captured, side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_runs import captured, nan, randn
+
+import tilestream as ts
+from error_rule import Maths, check
+from tilestream.plan.policy.one_tile import TILES
+
+F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+#: M, N, K, batch: ragged, of no multiples, with one row, one column, a K that is shorter than a step, and a long one.
+SHAPES = [
+    (128, 152, 32, 1), (65, 33, 129, 1), (1, 640, 1000, 1), (300, 1, 77, 1), (17, 1030, 3, 1), (64, 96, 4096, 1),
+    (40, 72, 200, 5),
+]  # fmt: skip
+KINDS = ("static", "stream_k")
+
+
+def operands(m, n, k, batch=1, dtype=BF16, layout="nt"):
+    def make(rows, columns, letter):
+        extents = (rows, columns) if letter == "n" else (columns, rows)
+        x = randn(*((batch,) if batch > 1 else ()), *extents, dtype=dtype)
+        return x if letter == "n" else x.mT
+
+    return make(m, k, layout[0]), make(k, n, layout[1])
+
+
+def plan_of(a, b, layout="nt", **how):
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return ts.plan(
+        a.shape[-2], b.shape[-1], a.shape[-1], batch=batch, dtype=a.dtype, layout=layout, device="cuda",
+        variant="one_tile", **how,
+    )  # fmt: skip
+
+
+def made_by(a, b, layout="nt", **how):
+    """A product into NaN, or None where no such tile or share fits."""
+    try:
+        plan = plan_of(a, b, layout, **how)
+    except NotImplementedError:
+        return None
+    out = nan(*a.shape[:-1], b.shape[-1], dtype=BF16 if a.dtype == E4M3 else a.dtype)
+    return plan.run(a, b, out=out)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_tile_by_the_error_rule(shape, layout):
+    ran = 0
+    for dtype in (F16, BF16):
+        a, b = operands(*shape, dtype=dtype, layout=layout)
+        for tile in {row[:2] for row in TILES[2]}:
+            for kind in KINDS:
+                out = made_by(a, b, layout, tile=tile, schedule=kind)
+                if out is not None:
+                    check(out, Maths(a, b))
+                    ran += 1
+    assert ran
+
+
+@pytest.mark.parametrize("shape", [(128, 160, 128, 1), (33, 1040, 4096, 1), (300, 48, 512, 1)], ids=str)
+def test_8_bits(shape):
+    a, b = operands(*shape, dtype=E4M3)
+    ran = 0
+    for tile in {row[:2] for row in TILES[1]}:
+        for kind in KINDS:
+            out = made_by(a, b, tile=tile, schedule=kind)
+            if out is not None:
+                check(out, Maths(a, b, out_dtype=BF16))
+                ran += 1
+    assert ran
+
+
+def test_16_bits_have_the_bits_of_the_hopper_kernel():
+    """So `ts.invariant` may take them: whole tiles add as all others do."""
+    for shape, layout in (((128, 152, 512, 1), "nt"), ((200, 96, 1000, 1), "tt"), ((40, 72, 208, 3), "nn")):
+        a, b = operands(*shape, layout=layout)
+        batch = shape[3]
+        whole = ts.plan(*shape[:3], batch=batch, dtype=BF16, layout=layout, device="cuda", backend="hopper",
+                        schedule="static").run(a, b)  # fmt: skip
+        for tile in {row[:2] for row in TILES[2]}:
+            out = made_by(a, b, layout, tile=tile, schedule="static")
+            assert out is None or torch.equal(out, whole), tile
+
+
+def test_small_products_take_it_and_the_promise_keeps_their_bits():
+    a, b = operands(128, 152, 32)
+    assert "one_tile" in ts.plan(128, 152, 32, dtype=BF16, layout="nt", device="cuda").label
+    out = ts.matmul(a, b)
+    check(out, Maths(a, b))
+    with ts.invariant():
+        promised = ts.matmul(a, b)
+        for rows in (1, 17, 64, 128):
+            assert torch.equal(ts.matmul(a[:rows], b), promised[:rows])
+
+
+def test_views_and_an_epilogue():
+    base = randn(80, 300)
+    a, b = base[3:67, 5:133], randn(200, 128).mT[:, 1::2]
+    bias, residual = randn(100), randn(64, 100)
+    out = ts.matmul(a, b, bias=bias, residual=residual, activation="gelu")
+    check(out, Maths(a, b, bias, residual, activation="gelu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeats_and_replays_have_the_same_bits(kind):
+    a, b = operands(130, 90, 4096)
+    plan = plan_of(a, b, schedule=kind, tile=(64, 64))
+    first = plan.run(a, b)
+    check(first, Maths(a, b))
+    for _ in range(50):
+        assert torch.equal(plan.run(a, b), first)
+    with captured() as graph:
+        replayed = plan.run(a, b)
+    for _ in range(20):
+        replayed.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(replayed, first)
+        assert torch.equal(plan.run(a, b), first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_streams_at_once(kind):
+    """Each stream has counts and partial results of its own."""
+    pairs = [operands(130, 90, 4096), operands(64, 200, 8192)]
+    plans = [plan_of(a, b, schedule=kind, tile=(64, 64)) for a, b in pairs]
+    want = [plan.run(a, b) for plan, (a, b) in zip(plans, pairs, strict=True)]
+    streams, made = [torch.cuda.Stream() for _ in pairs], []
+    torch.cuda.synchronize()
+    for _ in range(30):
+        for stream, plan, (a, b) in zip(streams, plans, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                made.append(plan.run(a, b))
+    torch.cuda.synchronize()
+    for i, out in enumerate(made):
+        assert torch.equal(out, want[i % 2])
