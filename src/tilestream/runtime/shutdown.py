@@ -92,4 +92,6 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-in_child(_inside.clear)  # a forked child has none of the parent's other threads
+# A forked child has none of the parent's other threads: at its exit there is nothing of them to stop or to wait for.
+in_child(_inside.clear)
+in_child(_running.clear)
