@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import pytest
 import torch
 
 import tilestream as ts
+from tilestream.launch.cpu import workers
 
 
 class Feeder:
@@ -74,20 +76,40 @@ def late(chunk: int, seconds: float = 0.01) -> Callable[[int], None]:
     return lambda c: time.sleep(seconds) if c == chunk else None
 
 
-def workers_alive() -> list[threading.Thread]:
-    """Worker threads of this package that still run."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("tilestream-worker")]
+def threads_at_work() -> set[threading.Thread]:
+    """All threads but the package's idle workers, which stay between launches."""
+    running = set(
+        threading.enumerate()
+    )  # before the idle ones are listed: a thread that is new and idle is not at work
+    return running - {worker.thread for worker in workers.pool.idle}
+
+
+def workers_at_work() -> list[threading.Thread]:
+    """The package's worker threads that serve a launch."""
+    return [thread for thread in threads_at_work() if thread.name.startswith("tilestream-worker")]
 
 
 @contextlib.contextmanager
 def no_thread_left(grace: float = 0.0) -> Iterator[None]:
-    """No thread more after the block (and ``grace`` seconds) than before it."""
-    before = set(threading.enumerate())
+    """No thread more is at work after the block (and ``grace`` seconds) than before it."""
+    before = threads_at_work()
     yield
     end = time.monotonic() + grace
-    while (left := [thread for thread in threading.enumerate() if thread not in before]) and time.monotonic() < end:
+    while (left := threads_at_work() - before) and time.monotonic() < end:
         time.sleep(0.005)
     assert not left, f"threads left behind: {left}"
+
+
+@contextlib.contextmanager
+def new_workers(patch: pytest.MonkeyPatch) -> Iterator[workers.Pool]:
+    """No worker thread is kept from earlier launches in the block, and none is kept from the block."""
+    made = workers.Pool()
+    with patch.context() as inside:
+        inside.setattr(workers, "pool", made)
+        try:
+            yield made
+        finally:
+            made.stop_at_exit(60)
 
 
 def intra_op_threads_of_a_new_thread() -> int:

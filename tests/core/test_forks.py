@@ -29,6 +29,7 @@ ONLY_OF_THE_PARENT = {
     "distributed/host_flags.py": "of a process group",
     "launch/cpu/launch.py": "of one launch, whose workers the child does not have",
     "launch/cpu/publish.py": "of one launch",
+    "launch/cpu/workers.py": "of one launch, whose workers the child does not have",
     "runtime/device_workspace.py": "GPU",
     "runtime/workspace.py": "of workspaces, which the child makes anew",
 }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from jobs import random
 
 from rank_checks import hear, raised, told
+from streaming import threads_at_work
 from tilestream import distributed as tsd
 
 
@@ -69,7 +70,7 @@ def expires(rank, world, op):
         first = raised(lambda: tsd.matmul_reduce_scatter(torch.ones(world, 8), b, form="fused", deadline=0.5))
     told(f"gave up {rank}")
     second = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, deadline=600))
-    alive = [t.name for t in threading.enumerate() if t.name.startswith("tilestream")]
+    alive = [t.name for t in threads_at_work() if t.name.startswith("tilestream")]
     assert not alive, alive
     return first, second, time.monotonic() - begin
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from jobs import random
 
 from error_rule import ACTIVATIONS, check_gradient, passes
 from rank_checks import hear, raised, slowest, told
+from streaming import threads_at_work
 from tilestream import distributed as tsd
 from tilestream.distributed import moe_dispatch
 
@@ -248,7 +248,7 @@ def loses(rank, world, when, folder):
     first = raised(lambda: tsd.moe(*args, form="fused", deadline=600))
     waited = time.monotonic() - begin
     second = raised(lambda: tsd.moe(*args, deadline=600))
-    alive = [t.name for t in threading.enumerate() if t.name.startswith("tilestream")]
+    alive = [t.name for t in threads_at_work() if t.name.startswith("tilestream")]
     assert not alive, alive
     return first, second, waited
 

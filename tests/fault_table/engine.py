@@ -17,6 +17,7 @@ import torch
 
 import tilestream as ts
 from error_rule import Maths, check
+from streaming import threads_at_work
 
 TESTS = Path(__file__).parents[1]
 #: How a call ends that gives what torch gives.
@@ -257,7 +258,7 @@ def beside(task: Callable[[], object]) -> Iterator[None]:
 
 def run(row: Fault, place: Place) -> Outcome:
     """Make a fault, then the next call."""
-    threads, files = set(threading.enumerate()), _descriptors()
+    threads, files = threads_at_work(), _descriptors()
     place.begin()
     try:
         said = row.do(place) or RIGHT
@@ -291,10 +292,10 @@ def _descriptors() -> set[str]:
 
 
 def _left(threads: set[threading.Thread], files: set[str]) -> list[str]:
-    """Threads and files that a fault has left open, once what ends by itself has had its time."""
+    """Threads left at work and files left open by a fault, once what ends by itself has had its time."""
     end = time.monotonic() + SLACK
     while True:
-        alive = [one.name for one in set(threading.enumerate()) - threads if one.name.startswith("tilestream-")]
+        alive = [one.name for one in threads_at_work() - threads if one.name.startswith("tilestream-")]
         if not alive or time.monotonic() > end:
             break
         time.sleep(0.01)

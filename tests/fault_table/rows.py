@@ -25,6 +25,7 @@ import torch
 import tilestream as ts
 from fault_table.engine import LONG, SHORT, Feed, Place, beside, fault, use_folders
 from forked import in_a_child
+from streaming import new_workers
 from tilestream.arrival import files
 
 use_folders("distributed", "gpu")
@@ -400,7 +401,8 @@ def no_threads(place: Place) -> None:
         real(self)
 
     place.patch.setattr(threading.Thread, "start", start)
-    ts.matmul(torch.randn(64, 24), torch.randn(24, 40), workers=4, schedule="dynamic")
+    with new_workers(place.patch):  # nothing arrives: the first worker is at work until the launch ends
+        place.call(place.feed())
 
 
 @fault("drivers", "a call is refused", "a GPU's driver (made of the CPU) refuses the second copy of a stream",
@@ -524,18 +526,18 @@ def forks(place: Place) -> None:
     arrival, threads = ts.Arrival.uniform(1, 1), torch.get_num_threads()
 
     def busy() -> None:
-        # A call with several workers starts threads. A child that is forked while one of them begins or ends hangs in
-        # MKL's allocator, with torch.mm alone, too: 3 of 331 forks. See docs/troubleshooting.md.
+        # The workers stay between launches. A child that is forked while a thread begins or ends can hang in MKL's
+        # allocator, see docs/troubleshooting.md; so the first launch, which starts the workers, comes before the forks.
         torch.set_num_threads(1)
         while not end.is_set():
             arrival.signal(0)
-            ts.matmul(a, b, workers=1)
+            ts.matmul(a, b, workers=2)
             begun.set()
         torch.set_num_threads(threads)  # a thread's number is the next thread's default
 
     def child() -> None:
         arrival.signal(0)
-        assert torch.equal(ts.matmul(a, b, workers=1), ts.matmul(a, b, workers=1))
+        assert torch.equal(ts.matmul(a, b, workers=2), ts.matmul(a, b, workers=1))
 
     try:
         with beside(busy):

@@ -1,4 +1,4 @@
-"""Late and dead producers, exceptions anywhere, interrupts: no thread stays behind, and no result is wrong."""
+"""Late and dead producers, exceptions anywhere, interrupts: no worker stays at work, and no result is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 import tilestream as ts
 from error_rule import Maths, check, nans, rand
-from streaming import Feeder, intra_op_threads_of_a_new_thread, late, no_thread_left, run_together
+from streaming import Feeder, intra_op_threads_of_a_new_thread, late, new_workers, no_thread_left, run_together
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.launch.cpu import threads as pinning
 
@@ -377,14 +377,18 @@ def test_threads_that_cannot_be_started(monkeypatch):
                 raise RuntimeError("can't start new thread")
         real(self)
 
-    a, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
+    a, b, out, arrival = rand(M, K), rand(K, N), torch.zeros(M, N), four_chunks()
     mine, default = torch.get_num_threads(), intra_op_threads_of_a_new_thread()
     monkeypatch.setattr(threading.Thread, "start", start)
-    with no_thread_left(), pytest.raises(RuntimeError, match="can't start new thread"):
-        ts.matmul(a, b, out=out, workers=4)
-    monkeypatch.undo()
-    assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (mine, default)
-    check(ts.matmul(a, b, workers=4), Maths(a, b))
+    with new_workers(monkeypatch):
+        with no_thread_left(), pytest.raises(RuntimeError, match="can't start new thread"):
+            # Nothing arrives: a worker that ends could do the work of those that are started after it.
+            ts.matmul(a, b, out=out, workers=4, arrival=arrival, deadline=2 * LONG)
+        assert len(starts) == 3
+        assert out.isnan().all()
+        assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (mine, default)
+        check(ts.matmul(a, b, workers=4), Maths(a, b))
+        assert len(starts) <= 5, "the two threads that were started serve the next launch, too"
 
 
 # Interrupts -----------------------------------------------------------------------------------------------------------
@@ -493,32 +497,38 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
 @pytest.mark.usefixtures("_interruptible")
 def test_invariant_9_interrupted_while_workers_are_started_and_once_more_while_they_leave(monkeypatch):
     # The second thread exists, but has not run its first line when the first interrupt comes (real signals hit that in
-    # 4 of 60 tries; here a ghost is that thread). The second comes while the first worker is still inside a tile.
+    # 4 of 60 tries; here a ghost starts it later). The second comes while the first worker is still inside a tile.
     a, b, out, slow = rand(M, K), rand(K, N), torch.zeros(M, N), Slow(monkeypatch, 0.6)
-    start, ghosts, still = threading.Thread.start, [], []
+    start, started, ghosts, still = threading.Thread.start, [], [], []
 
     def interrupted(self):
-        if self.name != "tilestream-worker-1":
+        if self.name.startswith("tilestream-worker"):
+            started.append(self)
+        if len(started) != 2 or self is not started[1]:
             start(self)
             return
         slow.entered.wait(300)
-        ghosts.append(threading.Thread(target=lambda: (time.sleep(0.05), self.run()), name="ghost"))
+        ghosts.append(threading.Thread(target=lambda: (time.sleep(0.05), start(self)), name="ghost"))
         start(ghosts[0])
         raise KeyboardInterrupt
 
     again = threading.Thread(target=lambda: (slow.entered.wait(300), time.sleep(0.2), interrupt()))
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    try:
-        again.start()
-        with pytest.raises(KeyboardInterrupt):
-            ts.matmul(a, b, out=out, workers=2, schedule="dynamic")
-        still = list(slow.inside)
-        again.join(300)
-    finally:
-        monkeypatch.undo()
-        for thread in (again, *ghosts):
-            thread.join(300)
-        slow.wait()
+    with new_workers(monkeypatch) as pool:
+        try:
+            again.start()
+            with pytest.raises(KeyboardInterrupt):
+                ts.matmul(a, b, out=out, workers=2, schedule="dynamic")
+            still = list(slow.inside)
+            again.join(300)
+            ghosts[0].join(300)
+            end = time.monotonic() + LONG
+            while len(pool.idle) < 2 and time.monotonic() < end:
+                time.sleep(0.01)
+            assert len(pool.idle) == 2, "the late thread finds no work, and is idle"
+        finally:
+            monkeypatch.undo()
+            slow.wait()
     assert not still, f"the call had returned while workers were still inside tiles {still}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
 from collections import Counter
 
@@ -13,8 +12,9 @@ import torch
 
 import tilestream as ts
 from error_rule import Maths, check, nans, rand
-from streaming import Feeder, fed, from_pivot, late, no_thread_left, workers_alive
+from streaming import Feeder, fed, from_pivot, late, no_thread_left, workers_at_work
 from tilestream.kernels.cpu.gemm import GemmBody
+from tilestream.launch.cpu.workers import Pool
 from tilestream.plan.policy import cpu
 
 
@@ -52,13 +52,13 @@ def test_invariant_1_every_worker_count_computes_each_tile_once(schedule, worker
 
 @pytest.mark.parametrize(("schedule", "items"), [("static", 12), ("dynamic", 12), ("stream_k", 108)])
 def test_workers_that_would_find_no_item_are_not_started(schedule, items, monkeypatch):
-    started, start = [], threading.Thread.start
+    started, offer = [], Pool.offer
 
-    def counted(self):
-        started.append(self.name)
-        start(self)
+    def counted(self, *more):
+        started.append(more)
+        offer(self, *more)
 
-    monkeypatch.setattr(threading.Thread, "start", counted)
+    monkeypatch.setattr(Pool, "offer", counted)
     a, b = rand(50, 70), rand(70, 33)  # 12 tiles, 9 K steps
     with no_thread_left():
         check(ts.matmul(a, b, workers=4000, schedule=schedule), Maths(a, b))
@@ -163,7 +163,7 @@ def test_each_chunk_late_in_turn_all_pivots(chunks, schedule):
             check(
                 fed_plan(arrival, source, b, schedule=schedule, workers=workers, before=late(slow, 0.002)), maths
             )  # fmt: skip
-    assert not workers_alive()
+    assert not workers_at_work()
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])

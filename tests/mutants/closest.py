@@ -113,6 +113,7 @@ runtime.device_workspace: runtime/test_workspace.py kernels/test_launch_tables.p
 distributed.planner: distributed/test_dispatch.py distributed/test_all_gather.py distributed/test_reduce_scatter.py
 launch.cpu.threads: kernels/test_cpu_failures.py kernels/test_cpu_schedules.py
 launch.cpu.launch: kernels/test_cpu_failures.py kernels/test_cpu_schedules.py
+launch.cpu.workers: kernels/test_cpu_workers.py kernels/test_cpu_failures.py
 launch.observe: ops/test_inline.py ops/test_launch_cache.py
 launch.native: ops/test_inline.py ops/test_launch_cache.py
 launch.pack: kernels/hopper/test_hopper_arguments.py kernels/test_attention_arguments.py

@@ -38,10 +38,14 @@ from benchmarks.core.records import Record, folder_of
 
 import tilestream as ts
 from error_rule import Maths, check
+from streaming import threads_at_work
+from tilestream.launch.cpu import workers
 
 CASES = 40
 #: Samples of resources and speed before which all is warm: caches filled, threads started.
 WARM = 5
+#: Workers of a case at most, unless the default is more.
+MOST_WORKERS = 3
 #: Launches of a burst at most; of a case whose rows arrive, which the host feeds.
 BURST, FED_BURST = 2000, 40
 #: Seconds of a deadline that is to pass, and of one that is not.
@@ -114,7 +118,7 @@ def draw(rng: random.Random, device: str) -> Case:
         op=rng.choice(["matmul", "linear"]), m=m, n=n, k=k,
         dtype=torch.bfloat16 if device == "cuda" else rng.choice([torch.float32, torch.float64]),
         b_is_transposed=rng.random() < 0.5, schedule=rng.choice(["auto", "static", "dynamic", "stream_k"]),
-        workers=rng.choice([None, None, 1, 2, 3] if device == "cpu" else [None, None, 64, 131]),
+        workers=rng.choice([None, None, 1, 2, MOST_WORKERS] if device == "cpu" else [None, None, 64, 131]),
         activation=rng.choice([None, None, "silu"]), arrival=arrival, chunks=chunks, pivot=rng.randrange(chunks),
     )  # fmt: skip
 
@@ -245,9 +249,10 @@ def settle(device: str) -> None:
 
 
 def sample(device: str) -> dict[str, float]:
-    """What may grow: bytes of the process and of the device, open files, threads."""
+    """What may grow: bytes of the process and of the device, open files, threads, idle workers beyond a case's."""
     gc.collect()
-    found: dict[str, float] = {"threads": threading.active_count()}
+    most = max(MOST_WORKERS, torch.get_num_threads())
+    found: dict[str, float] = {"threads": len(threads_at_work()), "workers": max(most, len(workers.pool.idle))}
     with contextlib.suppress(OSError):
         found["files"] = sum(1 for _ in Path("/proc/self/fd").iterdir())
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tilestream as ts
+from streaming import threads_at_work
 from tilestream.core import whole_file
 from tilestream_tools.cli import doctor
 from tilestream_tools.installed import _PACKAGE, _PLACES, example
@@ -28,7 +28,7 @@ def demo(cli, tmp_path, monkeypatch):
 
     def run(*arguments):
         result = cli("demo", "--out-dir", tmp_path / "out", "--repeats", 2, *arguments)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("tilestream")]
+        assert not [thread for thread in threads_at_work() if thread.name.startswith("tilestream")]
         return result
 
     return run

@@ -1,4 +1,4 @@
-"""Persistent worker threads: a launch performs the operations of `core.loop.work` on counters, signals and tiles.
+"""Persistent workers: a launch performs the operations of `core.loop.work` on counters, signals and tiles.
 
 ::
 
@@ -8,7 +8,7 @@
 
 No worker spins: at the gate it sleeps on the signals' bell, at most until the launch's deadline (invariant 5). A worker
 whose wait expires, whose producer has failed, or that raises, sets the abort word and rings all bells. Then all workers
-leave, the caller raises, and no thread remains.
+leave, the caller raises, and no thread is at work. The threads stay for the next launch: see `workers`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tilestream.core.loop import Compute, Count, Operation, Poll, Reduce, Worker
 from tilestream.core.schedule import Peek, Ready, Schedule, Take
 from tilestream.launch.cpu.publish import Publisher
 from tilestream.launch.cpu.threads import Pinning
+from tilestream.launch.cpu.workers import Crew
 from tilestream.runtime import shutdown
 from tilestream.runtime.workspace import Workspace
 from tilestream.trace.record import LaunchTrace, Recorder, Span, SpanKind
@@ -79,8 +80,7 @@ class CpuLaunch:
         # No more workers are started than there are items: these do all items (invariant 1).
         self._count = min(schedule.workers, max(1, schedule.full_tiles + schedule.num_shares))
         self._pinning = Pinning(self._count)
-        self._changed = threading.Condition()  # guards the next three
-        self._closed, self._inside, self._left = False, 0, 0
+        self._crew: Crew | None = None
         self._abort = threading.Event()
         self._error: BaseException | None = None
         self._timeout: tuple[int, Wait, float] | None = None
@@ -107,7 +107,7 @@ class CpuLaunch:
             if self._schedule.workers == 1 and self._threads == torch.get_num_threads():
                 self._worker(0)
             else:
-                self._start_and_join()
+                self._run_workers()
         finally:
             if self._abort.is_set() or self._error is not None:
                 self._poison()
@@ -130,35 +130,22 @@ class CpuLaunch:
             self._poison()
             raise AssertionError(f"{self._op}: all workers have left, and {self._first_not_taken()} was not computed")
 
-    def _start_and_join(self) -> None:
-        threads = [
-            threading.Thread(target=self._thread, args=(w,), name=f"tilestream-worker-{w}", daemon=True)
-            for w in range(self._count)
-        ]
+    def _run_workers(self) -> None:
+        crew = self._crew = Crew(self._thread, self._count)
         try:
             with self._pinning.starting():
-                for thread in threads:
-                    thread.start()
-            with self._changed:
-                self._changed.wait_for(lambda: self._left == len(threads))
+                crew.start()
+            crew.wait()
         except BaseException:  # an interrupt, or no more threads: no worker may remain
-            self._close()
+            self._close(crew)
             raise
-        for thread in threads:
-            thread.join()
 
-    def _close(self) -> None:
-        """Keep further workers from beginning, and wait until all have left. Interrupts are ignored.
-
-        `join` would not do: after an interrupt it takes a running thread for one that has ended (CPython before 3.13),
-        and a thread whose `start` was interrupted may or may not run.
-        """
+    def _close(self, crew: Crew) -> None:
+        """Keep further workers from beginning, and wait until all have left. Interrupts are ignored."""
         while True:
             try:
                 self._stop()
-                with self._changed:
-                    self._closed = True
-                    self._changed.wait_for(lambda: not self._inside)  # they leave after their present tile
+                crew.close()  # they leave after their present tile
                 return
             except KeyboardInterrupt:
                 continue  # the launch is ending already
@@ -166,25 +153,16 @@ class CpuLaunch:
     def stop_at_exit(self, timeout: float) -> None:
         """See `tilestream.runtime.shutdown`."""
         self._stop()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._inside, timeout)
+        if self._crew is not None:
+            self._crew.wait_for_begun(timeout)
 
     def _thread(self, me: int) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._inside += 1
         try:
             self._pinning.pin(self._threads)
         except BaseException as error:
             self._stop(error)
         else:
             self._worker(me)
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._left += 1
-                self._changed.notify_all()
 
     def _worker(self, me: int) -> None:
         # A thread starts with autograd on. Inference mode also allows writing a result that is an inference tensor.
