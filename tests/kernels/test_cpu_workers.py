@@ -21,6 +21,7 @@ from streaming import intra_op_threads_of_a_new_thread, new_workers, run_togethe
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.launch.cpu import workers
 from tilestream.launch.cpu.workers import Crew, Worker
+from tilestream.runtime import shutdown
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -153,7 +154,7 @@ def test_idle_threads_end(end, pool, monkeypatch):
     threads = [worker.thread for worker in pool.idle]
     if end == "at exit":
         assert len(threads) == 3
-        pool.stop_at_exit(LONG)
+        pool.stop_at_exit(20)
         assert not any(thread.is_alive() for thread in threads)
     assert until(lambda: not pool.idle and not any(thread.is_alive() for thread in threads), 30)
     multiply(3)  # a launch that was under way at exit goes on, with new threads
@@ -402,6 +403,20 @@ def test_an_exception_that_leaves_the_work_ends_its_thread_alone(pool, monkeypat
     multiply(3)
 
 
+def test_a_thread_that_dies_while_it_is_idle_gets_no_offer(pool, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    class Deadly(Crew):
+        def serve(self, rest):
+            rest()
+            raise MemoryError
+
+    pool.offer(Deadly(lambda number: None, 1), workers._inherited())
+    assert until(lambda: not [one for one in threading.enumerate() if one.name == "tilestream-worker-0"])
+    assert not pool.idle
+    multiply()
+
+
 def test_a_thread_that_was_claimed_and_got_no_offer_ends(pool, monkeypatch):
     # As by an interrupt between the two. The thread serves no one, but does not stay either.
     monkeypatch.setattr(workers, "IDLE_SECONDS", 0.05)
@@ -579,6 +594,32 @@ def test_processes_end_in_order(program):
     )  # fmt: skip
     assert (run.returncode, run.stderr) == (0, "")
     assert time.monotonic() - begin < LONG
+
+
+def test_at_exit_a_launch_has_stopped_when_its_workers_have_left(pool, monkeypatch):
+    registered, inside, begun, errors = [], [], threading.Event(), []
+
+    def compute(self, item):
+        inside.append(item)
+        begun.set()
+        time.sleep(0.3)
+        inside.remove(item)
+
+    def launch():
+        try:
+            ts.matmul(rand(M, K), rand(K, N), workers=2)
+        except ts.TilestreamError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(GemmBody, "compute", compute)
+    monkeypatch.setattr(shutdown, "register", registered.append)
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert begun.wait(LONG)
+    registered[0].stop_at_exit(LONG)
+    assert not inside
+    thread.join(LONG)
+    assert "the interpreter exits" in errors[0]
 
 
 def test_no_worker_is_at_work_between_launches():
