@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_up import H100
 
 from tilestream.core.raster import longest_first
-from tilestream.plan.attention_groups import _blocks, heads_kept, heads_together
+from tilestream.plan.attention_groups import _FOLLOWED, _blocks, _lost, heads_kept, heads_together
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -25,6 +25,14 @@ def causal(length: int, heads: int, sharing: int = 1, keys: int | None = None) -
 
 def test_a_tiles_blocks_are_those_that_its_rows_see():
     assert _blocks(causal(80, 1), 32, 16) == [2, 4, 5]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(1, 9))
+def test_the_tiles_that_are_followed_are_the_last_in_the_rasters_order(rows, heads, group, workers):
+    costs, until = [1.5 + row for row in range(rows)], [0.0] * workers
+    for tile in range(max(0, rows * heads - _FOLLOWED * workers), rows * heads):
+        heapq.heapreplace(until, until[0] + costs[longest_first(tile, rows, heads, group)[0]])
+    assert _lost(costs, heads, group, workers) == max(until) - sum(until) / workers
 
 
 def chosen(problem: AttentionProblem, most: int, kind: str = "dynamic", crowding: float = 0.0) -> int:

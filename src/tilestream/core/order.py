@@ -12,6 +12,7 @@ from tilestream.core import raster as rasters
 from tilestream.core.grid import INT31, Grid
 
 Order = Literal["row_major", "grouped", "chunk_major", "longest_first", "table"]
+ORDERS = get_args(Order)
 
 #: A caller's own order: a function ``(t, num_m, num_n) -> (pm, pn)``, or a list of the tiles, as pairs ``(pm, pn)`` or
 #: as ids ``pm * num_n + pn``.
@@ -44,8 +45,8 @@ class Raster:
     table: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.order not in get_args(Order):
-            raise ValueError(f"Raster: order={self.order!r}; it must be one of {', '.join(get_args(Order))}")
+        if self.order not in ORDERS:
+            raise ValueError(f"Raster: order={self.order!r}; it must be one of {', '.join(ORDERS)}")
         if self.order == "table" and self.transposed:
             raise ValueError("Raster: transposed=True with a table; write the table in the order that is meant")
         for name, least in (("group", 1), ("band", 1), ("first", 0)):
@@ -130,9 +131,12 @@ def by_arrival(ready: Sequence[int], others: int, group: int, transposed: bool =
     rows = sorted(range(len(ready)), key=lambda row: (ready[row], row))
     for _, chunk in itertools.groupby(rows, key=lambda row: ready[row]):
         band = list(chunk)
-        for t in range(len(band) * others):
-            i, other = rasters.grouped(t, len(band), others, group)
-            table.append(other * len(ready) + band[i] if transposed else band[i] * others + other)
+        for first in range(0, len(band), group):  # as `raster.grouped`
+            near = band[first : first + group]
+            if transposed:
+                table += [other * len(ready) + row for other in range(others) for row in near]
+            else:
+                table += [row * others + other for other in range(others) for row in near]
     return Raster("table", table=tuple(table))
 
 

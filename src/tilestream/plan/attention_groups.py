@@ -18,7 +18,6 @@ import heapq
 
 from tilestream.core.attention import diagonal, key_blocks
 from tilestream.core.integers import cdiv
-from tilestream.core.raster import longest_first
 from tilestream.core.schedule import Kind
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.problem import ITEMSIZE
@@ -112,8 +111,16 @@ def _lost(costs: list[float], heads: int, group: int, workers: int) -> float:
 
     Only the last tiles are simulated: the workers end those before at about the same time.
     """
-    tiles, until = len(costs) * heads, [0.0] * workers
-    for tile in range(max(0, tiles - _FOLLOWED * workers), tiles):
-        row, _ = longest_first(tile, len(costs), heads, group)
-        heapq.heapreplace(until, until[0] + costs[row])
+    skipped, per_group = max(0, len(costs) * heads - _FOLLOWED * workers), len(costs) * group
+    begin = skipped // per_group * group
+    # As `tilestream.core.raster.longest_first` has them, without its arithmetic for each.
+    followed = [
+        cost
+        for first in range(begin, heads, group)
+        for cost in reversed(costs)
+        for _ in range(min(group, heads - first))
+    ]
+    until = [0.0] * workers
+    for cost in followed[skipped % per_group :]:
+        heapq.heapreplace(until, until[0] + cost)
     return max(until) - sum(until) / workers
