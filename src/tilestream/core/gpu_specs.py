@@ -17,6 +17,7 @@ rate a published one: of MI355X AMD's 1489 TFLOP/s of float16 with the matrix un
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
@@ -99,6 +100,7 @@ def rates(name: str, arch: str, hertz: float) -> tuple[float, tuple[tuple[str, f
     return flops, (("float16", half), ("bfloat16", half), ("tf32", tf32), ("fp8", fp8))
 
 
+@functools.lru_cache(maxsize=64)
 def named(name: str) -> DeviceProperties | None:
     """The properties of the GPU of this name (``"mi300x"``, ``"H100"``); None if it is not in `GPU_SPECS`."""
     known = GPU_SPECS.get(name.lower())

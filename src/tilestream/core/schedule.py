@@ -21,6 +21,7 @@ from tilestream.core.order import ROW_MAJOR, Raster
 
 Kind = Literal["static", "dynamic", "stream_k"]
 Split = Literal["items", "columns", "rows", "strides", "chunks"]
+KINDS, SPLITS = get_args(Kind), get_args(Split)
 
 #: The largest number of queues of a schedule that is split at its chunks. A worker keeps the empty ones as bits of one
 #: word, since the load warp of the Hopper kernel has one register for them.
@@ -110,7 +111,7 @@ class Schedule:
     ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, choices in (("kind", get_args(Kind)), ("split", get_args(Split))):
+        for name, choices in (("kind", KINDS), ("split", SPLITS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"Schedule: {name}={getattr(self, name)!r}; it must be one of {', '.join(choices)}")
         for name, least in (("workers", 1), ("queues", 1), ("shares", 0), ("first_batch", 0)):

@@ -132,7 +132,7 @@ def plan(
     16
     """
     properties = device_properties(device)
-    if named(str(device)) is not None:
+    if isinstance(device, str) and named(device) is not None:
         device = properties
     m, n, k, batch = checked_extents({"m": m, "n": n, "k": k, "batch": batch}).values()
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
