@@ -5,6 +5,7 @@ The host plans for the largest number of tiles that the groups can have. The dev
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -27,6 +28,7 @@ def most_row_tiles(rows: int, groups: int, block: int) -> int:
     return (rows + min(groups, rows) * (block - 1)) // block
 
 
+@functools.lru_cache(maxsize=256)  # tiles of as many rows are often asked for again
 def mean_row_tiles(rows: int, groups: int, block: int) -> int:
     """The number of tiles of ``block`` rows to expect: lengths spread evenly around their mean, `SPREAD` either way."""
     used = min(groups, rows)

@@ -29,6 +29,7 @@ from tilestream.plan.limit import is_invariant, limit, workers_in, workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.planner import fast_or_portable
 from tilestream.plan.policy import cpu, hopper, portable
+from tilestream.plan.policy.hopper_costs import Cut, Model
 from tilestream.plan.problem import ITEMSIZE, GroupedProblem, GroupedScales, dtype_name, result_name
 from tilestream.plan.raster import queues_of
 
@@ -367,8 +368,10 @@ def hopper_candidates(
     # With two halves the load warp lacks the registers for the copies of a stage of two lines.
     short = problem.promoted or problem.two_halves
     rows = [row._replace(lines=1) if short else row for row in hopper.TILES]
-    fits = [(row, stages) for row in rows if (stages := row.stages(out_size, device.shared - TABLE_BYTES)) >= 2]
-    for (row, stages), swap_ab in itertools.product(fits, (False, True)):
+    held = ((row, row.stages(out_size, device.shared - TABLE_BYTES)) for row in rows)
+    fits = [(row, stages, hopper.facts_of(problem, device, row)) for row, stages in held if stages >= 2]
+    model = Model(problem, device)
+    for (row, stages, facts), swap_ab in itertools.product(fits, (False, True)):
         tile = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
         if how.tile not in (None, tile) or (swap_ab and row.rows == row.columns):
             continue
@@ -387,8 +390,8 @@ def hopper_candidates(
         strip = min(row.strip(out_size), parts[-1]) if problem.two_halves else row.strip(out_size)
         buffers = min(row.buffers(out_size), parts[0] // strip) if problem.two_halves else row.buffers(out_size)
         yield Candidate(
-            row.variant, block, launched, hopper.seconds(problem, device, mean, row, swap_ab), 4, stages,
-            swap_ab=swap_ab, strip=strip, buffers=buffers, registers=registers_of(problem, row),
+            row.variant, block, launched, model.seconds(facts, swap_ab, Cut.of(mean)), 4, stages, swap_ab=swap_ab,
+            strip=strip, buffers=buffers, registers=registers_of(problem, row),
         )  # fmt: skip
 
 
