@@ -38,8 +38,8 @@ def test_what_no_extent_decides_is_made_once():
     for other in ({"plain": False}, {"out_dtype": "float32"}, {"batch": 3}, {"dtype": "float8_e4m3fn"}):
         made = list(hopper.candidates(Problem(64, 64, 64, **(BF16 | other)), H100, 132, kinds=KINDS))
         alone = hopper.ways(Problem(64, 64, 64, **(BF16 | other)), H100, KINDS, hopper.FREE)
-        assert {(one.block, one.swap_ab, one.registers) for one in made} == {
-            (way.block, way.swap_ab, way.registers) for way in alone
+        assert {(one.block, one.swap_ab, one.kind, one.registers) for one in made} == {
+            (way.block, way.swap_ab, kind, way.kinds[kind]["registers"]) for way in alone for kind in way.kinds
         }
     assert hopper._known_ways.cache_info().misses == 5
 
@@ -374,7 +374,7 @@ def test_a_queue_a_worker_where_there_is_something_to_even_out_and_nothing_arriv
 
 def test_shares_of_a_remainder():
     def shares(tiles, k_steps, workers, forced=None):
-        return hopper._shares(Grid.of(tiles, 1, k_steps, 1, 1, 1), workers, forced)
+        return hopper._shares(tiles, k_steps, workers, forced)
 
     assert shares(100, 100, 132, 7) == (7,)
     assert shares(100, 100, 50) == (0,), "no remainder"
@@ -387,7 +387,7 @@ def test_shares_of_a_remainder():
 
 @given(st.integers(1, 400), st.integers(1, 300), st.integers(1, 132))
 def test_shares_cut_each_tile_alike(tiles, k_steps, workers):
-    for shares in hopper._shares(Grid.of(tiles, 1, k_steps, 1, 1, 1), workers, None)[1:]:
+    for shares in hopper._shares(tiles, k_steps, workers, None)[1:]:
         schedule = Schedule("stream_k", Grid.of(tiles, 1, k_steps, 1, 1, 1), Raster(), workers, shares=shares)
         assert schedule.remainder
         assert schedule.num_shares == shares <= workers

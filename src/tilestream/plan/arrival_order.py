@@ -55,7 +55,7 @@ def in_arrival_order(
         assert gate is not None, "nothing arrives"
         ends = arrival_order(schedule, gate)
         if len(ends) <= MOST_QUEUES:
-            return replace(best, schedule=replace(schedule, split="chunks", queues=len(ends), ends=ends)), ""
+            return best.with_schedule(replace(schedule, split="chunks", queues=len(ends), ends=ends)), ""
         why = f"{len(ends)} queues, one for each set of chunks that tiles read: there are {MOST_QUEUES} at most"
     if named == "arrival":
         raise ValueError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
@@ -110,6 +110,21 @@ class Candidate:
         """Its schedule's."""
         return self.schedule.kind
 
+    @functools.cached_property
+    def tiles(self) -> int:
+        """The number of tiles of its schedule."""
+        return self.schedule.grid.tiles
+
+    @functools.cached_property
+    def workers(self) -> int:
+        """The number of workers of its schedule."""
+        return self.schedule.workers
+
+    def with_schedule(self, schedule: Schedule) -> Candidate:
+        """The same candidate with another schedule."""
+        known = {field.name: getattr(self, field.name) for field in fields(Candidate)}
+        return Candidate(**known | {"schedule": schedule})
+
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a tile."""
@@ -126,14 +141,22 @@ class Deferred(Candidate):
 
     Parameters
     ----------
+    alike
+        The fields of `Candidate` that follow from the tile.
+    kind, tiles, workers
+        Those of the schedule.
     make
-        Makes the schedule. None: it is among the fields.
-    fields
-        The other fields of `Candidate`, and the ``kind`` of the schedule.
+        Makes the schedule.
     """
 
-    def __init__(self, make: Callable[[], Schedule] | None = None, **fields: object) -> None:
-        vars(self).update(fields, _make=make)
+    def __init__(
+        self, alike: Mapping[str, object], kind: Kind, predicted: float, tiles: int, workers: int, realigned: str,
+        make: Callable[[], Schedule],
+    ) -> None:  # fmt: skip
+        found = vars(self)  # of a frozen class
+        found.update(alike)
+        found["kind"], found["predicted"], found["realigned"] = kind, predicted, realigned
+        found["tiles"], found["workers"], found["_make"] = tiles, workers, make
 
     @functools.cached_property
     def schedule(self) -> Schedule:

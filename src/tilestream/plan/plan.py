@@ -69,11 +69,6 @@ class Plan(Candidate):
     promise: str = ""
 
     @property
-    def workers(self) -> int:
-        """Number of workers."""
-        return self.schedule.workers
-
-    @property
     def floor(self) -> Floor:
         """The lower bound of the time on this device."""
         every = self.variant in ("inline", ONE_TILE)  # whether no SM, or core, is left out
@@ -177,7 +172,7 @@ def of_candidate(
 ) -> Plan:  # fmt: skip
     """Make a plan of a candidate."""
     copied, _ = copied_operand(problem, backend)
-    copiers = 0 if copied == "none" else min(COPIERS, candidate.schedule.workers)
+    copiers = 0 if copied == "none" else min(COPIERS, candidate.workers)
     of_it = {field.name: getattr(candidate, field.name) for field in fields(Candidate)}
     return Plan(**of_it, problem=problem, device=device, backend=backend, why=why, refused=refused, copiers=copiers)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeVar, get_args
 
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
+from tilestream.core.stream_k import remainder_tiles
 from tilestream.plan import experimental, invariance, realign, tuned
 from tilestream.plan.additions import MMA, additions
 from tilestream.plan.arrival_order import in_arrival_order
@@ -66,7 +68,8 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
         if promised is not None:
             found, others = _keeping(problem, device, name, found, promised)
             refused += others
-    choice, why = Choice(problem, name, found, fastest(found)), f"least of {len(found)} candidates in the cost model"
+    ranking, why = ranked(found), f"least of {len(found)} candidates in the cost model"
+    choice = Choice(problem, name, ranking, fastest(ranking))
     if entry is not None:
         choice, why, other = choice.as_measured(entry, why)
         refused += other
@@ -325,7 +328,7 @@ def _copied_or_as_it_lies(
         return "hopper", copied, Refusal("portable", wanted.text)
     if of_others and not of_copied:
         return "portable", as_it_lies, Refusal("hopper", f"{problem.no_tma}; with copies {wanted.text}")
-    best, other = fastest(of_copied or copied), fastest(of_others or as_it_lies)
+    best, other = fastest(ranked(of_copied or copied)), fastest(ranked(of_others or as_it_lies))
     names = " and ".join(best.realigned.upper())
     first = f"{number(best.predicted * 1e3)} ms with {names} copied first"
     here = f"{number(other.predicted * 1e3)} ms on operands as they lie"
@@ -368,19 +371,23 @@ def _no_tile(backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
 # The choice ----------------------------------------------------------------------------------------------------------
 
 
-def fastest(found: list[Candidate]) -> Candidate:
-    """The fastest candidate; or a queue in place of a static grid of several waves, if that costs almost nothing."""
-    best = min(found, key=lambda candidate: candidate.predicted)
-    if best.kind != "static" or best.schedule.grid.tiles <= best.schedule.workers:
+def ranked(found: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates by their predicted seconds; of equals the first stays the first."""
+    return sorted(found, key=attrgetter("predicted"))
+
+
+def fastest(ranking: Sequence[Candidate]) -> Candidate:
+    """The first of ranked candidates; or a queue in place of a static grid of several waves, if that costs little."""
+    best = ranking[0]
+    if best.kind != "static" or best.tiles <= best.workers:
         return best
-    queues = [c for c in found if c.kind != "static"]
-    queue = min(queues, key=lambda candidate: candidate.predicted, default=best)
+    queue = next((c for c in ranking if c.kind != "static"), best)
     return queue if queue.predicted <= (1 + QUEUE_MAY_COST) * best.predicted else best
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend's candidates for a problem, the best of them, and the reasons against the others."""
+    """A backend's `ranked` candidates for a problem, the best of them, and the reasons against the others."""
 
     problem: Problem
     backend: str
@@ -405,10 +412,10 @@ class Choice:
         best = self.best
         other: Kind = "dynamic" if best.kind == "static" else "static"
         alike = (c.predicted for c in self.found if c.kind == other and c.block == best.block)
-        seconds = min(alike, default=math.inf)
+        seconds = next(alike, math.inf)
         if best.ctas > 1:
             why = hopper.no_pairs(self.problem, (other,), best.ctas)
-        elif other == "dynamic" and best.schedule.grid.tiles <= best.schedule.workers:
+        elif other == "dynamic" and best.tiles <= best.workers:
             why = "a worker has one tile at most: there is nothing for a queue to even out"
         elif other == "dynamic":
             slower = f"{seconds / best.predicted - 1:.1%}"
@@ -452,8 +459,8 @@ class Choice:
         if self.backend == "hopper" and (why := hopper.no_parts(self.problem)):
             return why
         same = next((c for c in ways if c.block == best.block), None)
-        if same is not None and not same.schedule.remainder:
-            return f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder"
+        if same is not None and not remainder_tiles(same.tiles, same.workers):
+            return f"{best.tiles} tiles on {best.workers} workers leave no remainder"
         if not ways:
             return f"no registers for it beside a tile of {best.block[0]}x{best.block[1]}"
         return self._costs(fastest(ways), best.kind)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 from tilestream.core.device import DeviceProperties
 from tilestream.plan.candidate import Candidate, Forced
 from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper_costs import LINE, Costs, costs_of
+from tilestream.plan.policy.hopper_costs import LINE, Costs, Model, costs_of
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.tma import ALIGNMENT, row_multiple
 
@@ -105,8 +106,11 @@ def candidates(
     if not found or problem.arriving or problem.publishes is not None or type(problem) is not Problem:
         return
     may = [name for name, at in zip("ab", problem.row_multiples, strict=True) if at < LINE and name not in must]
-    chosen = min(found, key=lambda one: one.predicted)
+    if not may:
+        return
+    chosen = min(found, key=attrgetter("predicted"))
     best, most = chosen.predicted, (1 - LEAST_GAIN) * chosen.predicted
+    floor = Model(problem, device).floor
     tiles = {chosen.tile, *LARGE} if forced.tile is None else {forced.tile}
     for count in range(1, len(may) + 1):
         for more in itertools.combinations(may, count):
@@ -114,6 +118,8 @@ def candidates(
             before = seconds(problem, device, operands)
             # At most half of the time is lost to rows that begin elsewhere.
             if copied_bytes(problem, operands)[1] > MOST_BYTES or before - least > best / 2:
+                continue
+            if before + floor >= most:  # none of these can gain enough
                 continue
             left = realigned(problem, operands)
             for tile in tiles:

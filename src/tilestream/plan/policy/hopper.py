@@ -12,14 +12,15 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tilestream.core.chunks import Chunks, Incoming
 from tilestream.core.device import DeviceProperties
-from tilestream.core.grid import Grid
+from tilestream.core.grid import INT31, Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.candidate import FREE, Candidate, Deferred, Forced, Refusal, ctas_of, require
-from tilestream.plan.policy.hopper_costs import LINE, Cut, Model, TileFacts
+from tilestream.plan.policy.hopper_costs import LINE, Cut, Model, TileFacts, TileModel
 from tilestream.plan.problem import ITEMSIZE, Problem
-from tilestream.plan.raster import first_batch_of, queues_of, raster_of
+from tilestream.plan.raster import first_batch_of, group_in, has_own_queues, queues_of, raster_of
 
 #: What a worker is made of: see `tilestream.kernels.hopper.gemm`. The last is taken where it is forced: see `PAIRED`.
 VARIANTS = ("cooperative", "ping_pong", "single", "paired")
@@ -241,16 +242,12 @@ def no_registers(
 
 
 class Way(NamedTuple):
-    """A tile either way round with a kind of schedule, and what of a candidate no extent decides."""
+    """A tile either way round, and what of its candidates no extent decides: for each kind of schedule, fields."""
 
     facts: TileFacts
     swap_ab: bool
-    kind: Kind
     block: tuple[int, int, int]
-    stages: int
-    strip: int
-    buffers: int
-    registers: tuple[int, int]
+    kinds: dict[Kind, dict[str, object]]
 
 
 def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], forced: Forced) -> tuple[Way, ...]:
@@ -263,22 +260,41 @@ def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], fo
         rows = [row._replace(lines=1) for row in rows]
     fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, forced.stages or 2)]
     found = []
-    for (row, fit), swap_ab, kind in itertools.product(fits, (False, True), kinds):
+    for (row, fit), swap_ab in itertools.product(fits, (False, True)):
         block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
-        if forced.tile not in (None, block[:2]):
+        if forced.tile not in (None, block[:2]) or (swap_ab and row.rows == row.columns):
             continue
-        if not has_registers(problem, row, swap_ab, kind) or (swap_ab and row.rows == row.columns):
-            continue
-        if forced.registers is not None and no_registers(problem, forced.registers, kind, forced.queues, row):
-            continue
-        strip = row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW)
         registers = forced.registers or registers_of(problem, row, forced.queues)
-        facts = facts_of(problem, device, row)
-        found.append(Way(facts, swap_ab, kind, block, forced.stages or fit, strip, row.buffers(out_size), registers))
+        alike = {
+            "variant": row.variant, "block": block, "warps": 4, "stages": forced.stages or fit, "swap_ab": swap_ab,
+            "buffers": row.buffers(out_size), "registers": registers,
+        }  # fmt: skip
+        of_kinds: dict[Kind, dict[str, object]] = {}
+        for kind in kinds:
+            if not has_registers(problem, row, swap_ab, kind):
+                continue
+            if forced.registers is not None and no_registers(problem, forced.registers, kind, forced.queues, row):
+                continue
+            strip = row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW)
+            of_kinds[kind] = {**alike, "strip": strip}
+        if of_kinds:
+            found.append(Way(facts_of(problem, device, row), swap_ab, block, of_kinds))
     return tuple(found)
 
 
 _known_ways = functools.lru_cache(maxsize=512)(ways)
+
+
+@functools.cache
+def _alike(
+    batches: bool, dtype: str, out_dtype: str, tf32: bool, plain: bool, fast_accum: bool, rows: bool, columns: bool
+) -> Problem:  # fmt: skip
+    """The smallest problem that has all `ways` of those that differ in extents and chunks."""
+    batch = 1 + batches
+    return Problem(
+        1, 1, 1, batch, dtype, out_dtype, Incoming(Chunks((0, batch))) if rows else None,
+        Incoming(Chunks((0, 1))) if columns else None, tf32=tf32, plain=plain, fast_accum=fast_accum,
+    )  # fmt: skip
 
 
 def candidates(
@@ -295,39 +311,54 @@ def candidates(
         The operands that are copied before, so that ``problem`` is left, and the seconds of that.
     """
     require(refusal(problem, device))
-    if problem.arriving or type(problem) is not Problem:
-        found = ways(problem, device, kinds, forced)
+    p = problem
+    if type(p) is not Problem:
+        found = ways(p, device, kinds, forced)
     else:  # what no extent decides is known from earlier problems
-        alike = Problem(
-            1, 1, 1, min(problem.batch, 2), problem.dtype, problem.out_dtype, tf32=problem.tf32, plain=problem.plain,
-            fast_accum=problem.fast_accum,
-        )  # fmt: skip
-        found = _known_ways(alike, device, kinds, forced._replace(order=None))
-    model, first_batch = Model(problem, device), first_batch_of(problem)
-    block = (0, 0, 0)
+        arrive = p.rows is not None, p.columns is not None
+        alike = _alike(p.batch > 1, p.dtype, p.out_dtype, p.tf32, p.plain, p.fast_accum, *arrive)
+        found = _known_ways(alike, device, kinds, forced._replace(order=None, tile=None))
+    model, own_order = Model(p, device), forced.order is not None
     for way in found:
-        if way.block != block:  # its kinds follow one another
-            block = way.block
-            grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-        kind = way.kind
-        if auto and kind == "dynamic" and forced.queues is None and grid.tiles <= workers:
-            kind = "static"  # one item each: there is nothing for a queue to even out
-            if kind in kinds:
-                continue
-        group = group_of(block, workers, kind == "stream_k" or bool(problem.arriving), way.swap_ab)
-        raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), forced.order)
-        few = min(workers // way.facts.ctas, grid.tiles)
-        queues, split = queues_of(problem, kind, forced.queues, raster, few)
-        for shares in _shares(grid, workers, forced.shares) if kind == "stream_k" else (0,):
-            count = workers if kind == "stream_k" else few
-            together = kind == "static" or split == "strides"
-            cut = Cut(kind, grid.tiles, grid.num_m, grid.k_steps, count, together, raster.group, shares)
-            make = functools.partial(Schedule, kind, grid, raster, count, queues, split, shares, first_batch)
-            yield Deferred(
-                make, kind=kind, variant=way.facts.variant, block=block, warps=4, stages=way.stages,
-                predicted=before + model.seconds(way.facts, way.swap_ab, cut), swap_ab=way.swap_ab, strip=way.strip,
-                buffers=way.buffers, registers=way.registers, realigned=realigned,
-            )  # fmt: skip
+        block, swap_ab = way.block, way.swap_ab
+        if forced.tile not in (None, block[:2]):
+            continue
+        num_m, num_n, k_steps = cdiv(p.m, block[0]), cdiv(p.n, block[1]), cdiv(p.k, block[2])
+        tiles = p.batch * num_m * num_n
+        if tiles >= INT31 or own_order:  # these may raise, so they are made of every tile
+            raster_of(p, Grid.of(p.m, p.n, p.k, *block, batch=p.batch), block, 1, forced.order)
+        few = min(workers // way.facts.ctas, tiles)
+        of_tile = TileModel(model, way.facts, swap_ab, tiles, num_m, k_steps)
+        for kind, fields in way.kinds.items():
+            if kind == "stream_k":
+                count, together, every = workers, False, _shares(tiles, k_steps, workers, forced.shares)
+                group = 1 if own_order else group_in(p, block, _group(p, way, workers, kind, num_m))
+            else:
+                if auto and kind == "dynamic" and tiles <= workers and forced.queues is None:
+                    kind = "static"  # one item each: there is nothing for a queue to even out
+                    if kind in kinds:
+                        continue
+                count, together, every = few, kind == "static" or has_own_queues(p, forced.queues, few), (0,)
+                group = 0  # the model does not need it
+            for shares in every:
+                predicted = before + of_tile.seconds(kind, count, together, group, shares)
+                make = functools.partial(_schedule, p, way, workers, forced, kind, count, shares)
+                yield Deferred(fields, kind, predicted, tiles, count, realigned, make)
+
+
+def _schedule(
+    problem: Problem, way: Way, workers: int, forced: Forced, kind: Kind, count: int, shares: int
+) -> Schedule:  # fmt: skip
+    """The schedule of a candidate that takes ``count`` of the ``workers`` there are."""
+    grid = Grid.of(problem.m, problem.n, problem.k, *way.block, batch=problem.batch)
+    raster = raster_of(problem, grid, way.block, _group(problem, way, workers, kind, grid.num_m), forced.order)
+    queues, split = queues_of(problem, kind, forced.queues, raster, count)
+    return Schedule(kind, grid, raster, count, queues, split, shares, first_batch_of(problem))
+
+
+def _group(problem: Problem, way: Way, workers: int, kind: Kind, num_m: int) -> int:
+    """`group_of`, and at most all rows of tiles."""
+    return min(group_of(way.block, workers, kind == "stream_k" or bool(problem.arriving), way.swap_ab), num_m)
 
 
 def crossing(problem: Problem) -> tuple[Refusal, ...]:
@@ -368,13 +399,12 @@ def group_of(block: tuple[int, int, int], workers: int, scattered: bool, swap_ab
     return int(2 ** round(math.log2(max(1.0, math.sqrt(sharing * block[1] / block[0])))))
 
 
-def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
+def _shares(tiles: int, k_steps: int, workers: int, forced: int | None) -> tuple[int, ...]:
     """Into how many shares stream-K may cut its remainder: one a worker (0), or each tile into as many equal parts."""
     if forced:
         return (forced,)
-    remainder = grid.tiles % workers
-    parts = workers // remainder if remainder else 0
-    parts = min(parts, grid.k_steps // LEAST_STEPS)
+    remainder = tiles % workers
+    parts = min(workers // remainder, k_steps // LEAST_STEPS) if remainder else 0
     return (0, remainder * parts) if parts > 1 else (0,)
 
 

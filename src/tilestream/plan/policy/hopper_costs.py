@@ -188,10 +188,12 @@ def row_cost(multiple: int, costs: Costs) -> float:
     return 1 + costs.crossed * (1 - multiple / LINE) + (costs.fifth / 2 if multiple < SECTOR else 0.0)
 
 
-def by_lines(tile: TileFacts, cut: Cut) -> bool:
-    """Whether an output that TMA does not store is stored by lines, where no epilogue takes the registers for it."""
+def by_lines(tile: TileFacts, splits: bool) -> bool:
+    """Whether an output that TMA does not store is stored by lines, where no epilogue takes the registers for it.
+
+    ``splits``: whether a schedule splits tiles along K.
+    """
     rows = 128 * tile.registers // sum(tile.parts)  # of a math loop
-    splits = cut.kind == "stream_k" and cut.tiles % cut.workers
     return len(tile.parts) < 3 and not (rows > 64 and splits)
 
 
@@ -221,53 +223,89 @@ class Model:
         self.by_tma = row % 16 == 0
         self.ends = self.costs.ends * problem.out_rows if row % LINE else 0.0
 
-    def step(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
-        """Seconds of a K step: its multiplications beside its bytes' way from L2."""
-        costs = self.costs
-        alone = cut.kind != "stream_k" and cut.tiles <= cut.workers
-        multiply = multiplying(tile, costs)[alone] / self.cycles
-        of_rows, of_columns = self.row_costs[::-1] if swap_ab else self.row_costs
-        rows = tile.rows * of_rows + tile.columns * of_columns
-        readers = tile.ctas * (cut.tiles if alone else cut.workers)
-        feed = LINE * tile.lines * rows / min(self.feed / readers, costs.feed_of_one)
-        if not alone:
-            feed *= costs.drifted if cut.together else costs.scattered
-        return beside(multiply, feed, costs.step_overlap) + costs.step
+    @property
+    def floor(self) -> float:
+        """No launch takes less: memory moves each byte once."""
+        return self.costs.launch + self.bytes / self.bandwidth
 
     def seconds(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
-        """What a launch takes: items in waves, beside memory."""
-        costs, workers = self.costs, cut.workers
-        step = self.step(tile, swap_ab, cut)
-        epilogue = costs.epilogue + costs.register * tile.registers
-        if not self.by_tma:
-            name = "lined" if by_lines(tile, cut) else "direct"
-            epilogue += getattr(costs, f"{name}_swap_ab" if swap_ab else name) * tile.registers
-        item, tail = cut.k_steps * step + epilogue + (costs.ticket if cut.kind != "static" else 0.0), 0.0
+        """What a launch takes."""
+        of_tile = TileModel(self, tile, swap_ab, cut.tiles, cut.num_m, cut.k_steps)
+        return of_tile.seconds(cut.kind, cut.workers, cut.together, cut.group, cut.shares)
+
+
+class TileModel:
+    """The model of a problem in tiles of one kind: what is the same of all their schedules.
+
+    Parameters
+    ----------
+    model, tile, swap_ab
+        ``swap_ab``: whether the rows of ``tile`` are the output's columns.
+    tiles, num_m, k_steps
+        See `tilestream.core.grid.Grid`.
+    """
+
+    def __init__(self, model: Model, tile: TileFacts, swap_ab: bool, tiles: int, num_m: int, k_steps: int) -> None:
+        costs = model.costs
+        self.model, self.costs, self.tile, self.swap_ab = model, costs, tile, swap_ab
+        self.tiles, self.num_m, self.k_steps = tiles, num_m, k_steps
+        self.cycles, self.cycles_alone = multiplying(tile, costs)
+        of_rows, of_columns = model.row_costs[::-1] if swap_ab else model.row_costs
+        self.step_bytes = LINE * tile.lines * (tile.rows * of_rows + tile.columns * of_columns)
+        self.ends = model.ends * cdiv(model.problem.n, tile.rows if swap_ab else tile.columns)
+        whole = self._epilogue(splits=False)
+        self.epilogues = whole, whole if model.by_tma else self._epilogue(splits=True)  # the second if tiles are split
+
+    def step(self, kind: Kind, workers: int, together: bool) -> float:
+        """Seconds of a K step: its multiplications beside its bytes' way from L2."""
+        model, costs = self.model, self.costs
+        alone = kind != "stream_k" and self.tiles <= workers
+        readers = self.tile.ctas * (self.tiles if alone else workers)
+        feed = self.step_bytes / min(model.feed / readers, costs.feed_of_one)
+        if alone:
+            return beside(self.cycles_alone / model.cycles, feed, costs.step_overlap) + costs.step
+        feed *= costs.drifted if together else costs.scattered
+        return beside(self.cycles / model.cycles, feed, costs.step_overlap) + costs.step
+
+    def _epilogue(self, splits: bool) -> float:
+        costs, registers = self.costs, self.tile.registers
+        seconds = costs.epilogue + costs.register * registers
+        if self.model.by_tma:
+            return seconds
+        if by_lines(self.tile, splits):
+            return seconds + (costs.lined_swap_ab if self.swap_ab else costs.lined) * registers
+        return seconds + (costs.direct_swap_ab if self.swap_ab else costs.direct) * registers
+
+    def seconds(self, kind: Kind, workers: int, together: bool, group: int, shares: int = 0) -> float:
+        """What a launch takes: items in waves, beside memory. The schedule's fields are as in `Cut`."""
+        model, costs, tile, tiles, k_steps = self.model, self.costs, self.tile, self.tiles, self.k_steps
+        remainder, slots = tiles % workers if kind == "stream_k" else 0, 0
+        step, epilogue = self.step(kind, workers, together), self.epilogues[remainder > 0]
+        steps = k_steps * step
+        item, tail = steps + epilogue + (costs.ticket if kind != "static" else 0.0), 0.0
         if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
-            item, tail = max(cut.k_steps * step, costs.in_turns * item), epilogue
-        remainder, slots = cut.tiles % workers if cut.kind == "stream_k" else 0, 0
+            item, tail = max(steps, costs.in_turns * item), epilogue
         if remainder:
-            units = remainder * cut.k_steps
-            shares = min(cut.shares or workers, units)
+            units = remainder * k_steps
+            shares = min(shares or workers, units)
             slots = shares + remainder - 1
             share = units / shares * step * cdiv(shares, workers)
-            share = max(share, self._unshared_bytes(tile, swap_ab, cut, remainder, shares) / self.bandwidth)
+            share = max(share, self._unshared_bytes(group, remainder, shares) / model.bandwidth)
             # A share writes one partial, or two where it crosses from tile to tile; the last to come reads a tile's.
             partials = (2 if shares % remainder else 1) + max(shares / remainder, 1)
             fix = costs.fix + partials * 4 * tile.rows * tile.columns / costs.partials
-            busy = (cut.tiles - remainder) // workers * item + share + fix + epilogue
+            busy = (tiles - remainder) // workers * item + share + fix + epilogue
         else:
-            busy = cdiv(cut.tiles, workers) * item + tail
-        if swap_ab:
+            busy = cdiv(tiles, workers) * item + tail
+        if self.swap_ab:
             busy *= costs.swapped_loss
-        if tile.variant == "ping_pong" and self.problem.promoted:
+        if tile.variant == "ping_pong" and model.problem.promoted:
             busy *= costs.promoted_loss
         partials_bytes = 2 * 4 * slots * tile.rows * tile.columns  # written, and read again
-        ends = self.ends * cdiv(self.problem.n, tile.rows if swap_ab else tile.columns)
-        memory = (self.bytes + partials_bytes + ends) / self.bandwidth
+        memory = (model.bytes + partials_bytes + self.ends) / model.bandwidth
         return costs.launch + beside(busy, memory, costs.overlap)
 
-    def _unshared_bytes(self, tile: TileFacts, swap_ab: bool, cut: Cut, remainder: int, shares: int) -> float:
+    def _unshared_bytes(self, group: int, remainder: int, shares: int) -> float:
         """Bytes that come from memory for stream-K's remainder, where its shares cross from tile to tile.
 
         They begin at all places of K then, so tiles that share an operand read it at different times: unless L2 keeps
@@ -275,9 +313,10 @@ class Model:
         """
         if not shares % remainder:
             return 0.0
-        block_m, block_n = (tile.columns, tile.rows) if swap_ab else (tile.rows, tile.columns)
-        group = min(cut.group, cut.num_m)
-        line = self.problem.k * ITEMSIZE[self.problem.dtype]
-        rows, columns = min(self.problem.m, group * block_m), cdiv(remainder, group) * block_n
-        read = ((rows, block_m), (columns, block_n))
-        return float(sum(remainder * block * line for there, block in read if there * line > self.costs.l2_bytes))
+        problem, tile, most = self.model.problem, self.tile, self.costs.l2_bytes
+        block_m, block_n = (tile.columns, tile.rows) if self.swap_ab else (tile.rows, tile.columns)
+        group = min(group, self.num_m)
+        line = problem.k * ITEMSIZE[problem.dtype]
+        rows, columns = min(problem.m, group * block_m), cdiv(remainder, group) * block_n
+        reread = (block_m if rows * line > most else 0) + (block_n if columns * line > most else 0)
+        return float(remainder * reread * line)
