@@ -81,7 +81,8 @@ class KeyOrder:
 
 def additions(problem: Problem, device: DeviceProperties, backend: str, found: Candidate) -> Additions:
     """The order in which a backend's candidate adds."""
-    cuts, (block_m, _, block_k) = cuts_of(found.schedule, found.block[2]), found.block
+    block_m, _, block_k = found.block
+    cuts = cuts_of(found.schedule, block_k) if found.kind == "stream_k" else ((),)
     if backend == "cpu":
         return Additions(f"cpu {found.variant} {found.tile[0]}x{found.tile[1]}", cuts=cuts)
     as_such = ITEMSIZE[problem.dtype] == 2 or (problem.fp8 and (backend == "hopper" or block_m >= LEAST_ROWS))

@@ -139,7 +139,7 @@ def _keeping(
     elif problem.keys is not None:
         way_out = "leave arrival= away, and call when the keys have arrived"
     kept = invariance.keeping(found, orders, promised.key_order, way_out)
-    return kept, invariance.refused(found, kept, orders)
+    return kept, invariance.refused(orders, promised.key_order)
 
 
 def _that_have_run(found: list[AttentionCandidate]) -> tuple[list[AttentionCandidate], tuple[Refusal, ...]]:

@@ -223,7 +223,7 @@ def keeping(
     orders = [additions(problem, device, backend, one) for one in found]
     way_out = "multiply group by group (tilestream.mm), or call outside of the promise"
     kept = invariance.keeping(found, orders, promised, way_out)
-    return kept, invariance.refused(found, kept, orders)
+    return kept, invariance.refused(orders, promised)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -79,14 +79,14 @@ def keeping(found: Sequence[Found], orders: Sequence[object], promised: object, 
     return kept
 
 
-def refused(found: Sequence[Found], kept: Sequence[Found], orders: Sequence[object]) -> tuple[Refusal, ...]:
-    """The refusal of the candidates that the promise excludes; empty if it excludes none."""
-    others = dict.fromkeys(str(order) for one, order in zip(found, orders, strict=True) if one not in kept)
-    count = len(found) - len(kept)
-    if not count:
+def refused(orders: Sequence[object], promised: object) -> tuple[Refusal, ...]:
+    """The refusal of the candidates that the promise excludes, of the ``orders`` of all; empty if it excludes none."""
+    others = [order for order in orders if order != promised]
+    if not others:
         return ()
-    what = f"{count} candidate{'s' if count > 1 else ''}"
-    return (Refusal(what, f"they add in another order than is promised: {'; '.join(list(others)[:3])}"),)
+    what = f"{len(others)} candidate{'s' if len(others) > 1 else ''}"
+    shown = list(dict.fromkeys(map(str, others)))[:3]
+    return (Refusal(what, f"they add in another order than is promised: {'; '.join(shown)}"),)
 
 
 def cost(label: str, seconds: float, free_label: str, free_seconds: float) -> str:

@@ -124,7 +124,7 @@ def _keeping(
     why = problem.no_tma or ("" if problem.aligned else "a stride, an extent or an address is no multiple of 16")
     way_out = f"{why}: copy them (contiguous()), or pad K" if why else "leave tile=, variant= and backend= away"
     kept = invariance.keeping(found, orders, promised.additions, way_out)
-    return kept, invariance.refused(found, kept, orders)
+    return kept, invariance.refused(orders, promised.additions)
 
 
 def search_space(problem: Problem, device: DeviceProperties, workers: int | None = None) -> Iterator[Plan]:
