@@ -12,5 +12,6 @@ SECTIONS = {
     "calls_attention": Section("cpu.calls:attention", "attention beside torch's own", usual=True, gpus=0),
     "stream": Section("cpu.stream:stream", "input read cold from disk while it is multiplied", usual=True, gpus=0),
     "first_call": Section("cpu.first_call:first_call", "a first call, taken apart in fresh processes", gpus=0),
+    "planning": Section("cpu.planning:planning", "plans of new shapes for an H100, without it", gpus=0),
     "_process": Section("cpu.first_call:process", tool=True),
 }

@@ -45,6 +45,16 @@ def first_call(data: Data) -> list[str]:
     return [said, table(["step", "whose", "before, s", "now, s"], [*rows, ["all", "", *total]])]
 
 
+def planning(data: Data) -> list[str]:
+    before = data["before"]["ms"]
+    rows = [row | {"before": before[row["what"]]} for row in data["rows"]]
+    fields = {"op": "{what}", "shapes": "{shapes}"}
+    fields |= {f"{name}, ms": f"{{ms[{name}]:.2f}}" for name in ("25 %", "median", "75 %", "95 %")}
+    fields |= {f"before, {name}, ms": f"{{before[{name}]:.2f}}" for name in ("median", "95 %")}
+    said = NOTES("planning", **data | {"gpu": data["gpu"].upper()}, versions=versions(data))
+    return [said, columns(rows, fields)]
+
+
 def calls(data: Data) -> list[str]:
     return [NOTES("calls", where=where(data)), _beside_torch(data, ".2f", {"tilestream": "ratio"})]
 
@@ -64,5 +74,6 @@ def _beside_torch(data: Data, form: str, ratios: dict[str, str]) -> str:
 
 
 SECTIONS = {
-    "matmul": matmul, "calls": calls, "calls_attention": attention, "stream": stream, "first_call": first_call,
+    "matmul": matmul, "calls": calls, "calls_attention": attention, "stream": stream, "planning": planning,
+    "first_call": first_call,
 }  # fmt: skip
