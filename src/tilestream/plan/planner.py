@@ -296,7 +296,7 @@ def _or_one_tile(
     of_small, of_found = wanted.among(problem, device, "portable", small), wanted.among(problem, device, name, found)
     if not of_small:
         return chosen
-    best, other = fastest(of_small), fastest(of_found or found)
+    best, other = fastest(ranked(of_small)), fastest(ranked(of_found or found))
     here, with_one = f"{number(other.predicted * 1e3)} ms", f"{number(best.predicted * 1e3)} ms"
     if of_found and other.predicted <= best.predicted:
         why = f"{elsewhere.why}; with a program a tile the cost model expects {with_one}, {here} here"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.structs import Epilogue, Matrix, Vector
+from tilestream.core.structs import Epilogue, Item, Matrix, Vector
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import count_in, part_begin, part_of, part_size, row_major, share_part, slot_of
 from tilestream.kernels.portable.epilogue import store_partial, store_tile
@@ -24,8 +24,8 @@ from tilestream.kernels.portable.gemm import in_vectors
 
 
 @triton.jit
-def tile_product(a, b, batch, pm, pn, k_begin, k_end, m, n, k, C: tl.constexpr):
-    """The products of K steps [k_begin, k_end) of a tile: float32 ``[BLOCK_M, BLOCK_N]``.
+def tile_product(a, b, item, m, n, k, C: tl.constexpr):
+    """The item's K steps of its tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
     ``a`` and ``b`` are `Matrix`: ``[m, k]`` and ``[k, n]`` a batch. Rows and columns past the end are masked: to wrap
     them around takes a division, which the first load would wait for.
@@ -41,20 +41,20 @@ def tile_product(a, b, batch, pm, pn, k_begin, k_end, m, n, k, C: tl.constexpr):
             n = n // VECTOR * VECTOR
         if A_ALONG_K or B_ALONG_K:
             k = k // VECTOR * VECTOR
-    rows = pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    cols = pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
+    rows = item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    cols = item.pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     step = tl.arange(0, C.BLOCK_K)
     has_row, has_column = rows[:, None] < m, cols[None, :] < n
-    depth = k_begin * C.BLOCK_K + step
+    depth = item.k_begin * C.BLOCK_K + step
     if C.OFFSETS_64BIT:
         rows = rows.to(tl.int64)
         cols = cols.to(tl.int64)
         depth = depth.to(tl.int64)
-    at_a = a.at + batch.to(tl.int64) * a.batch + rows[:, None] * a.row + depth[None, :] * a.column
-    at_b = b.at + batch.to(tl.int64) * b.batch + depth[:, None] * b.row + cols[None, :] * b.column
+    at_a = a.at + item.batch.to(tl.int64) * a.batch + rows[:, None] * a.row + depth[None, :] * a.column
+    at_b = b.at + item.batch.to(tl.int64) * b.batch + depth[:, None] * b.row + cols[None, :] * b.column
     TILE: tl.constexpr = (C.BLOCK_M, C.BLOCK_N)
     acc = tl.zeros(TILE, tl.float32)
-    for i in range(k_begin, k_end):
+    for i in range(item.k_begin, item.k_end):
         if C.EVEN_K:
             x = tl.load(at_a, mask=has_row, other=0.0)
             y = tl.load(at_b, mask=has_column, other=0.0)
@@ -90,15 +90,26 @@ def reduced(at, parts, C: tl.constexpr):
 
 
 @triton.jit
-def finish_part(acc, partials, counts, slot, part, parts, epilogue, batch, row, column, C: tl.constexpr):
+def finish_part(acc, partials, counts, item, epilogue, C: tl.constexpr):
     """Store a part of a tile and count it. The last to be counted adds the parts up, and finishes the tile."""
     SIZE: tl.constexpr = C.BLOCK_M * C.BLOCK_N
-    store_partial(acc, partials + slot.to(tl.int64) * SIZE, C.BLOCK_M, C.BLOCK_N, C.STRIP)
-    if count_in(counts + slot - part, parts):
-        first = partials + (slot - part).to(tl.int64) * SIZE
+    store_partial(acc, partials + item.slot.to(tl.int64) * SIZE, C.BLOCK_M, C.BLOCK_N, C.STRIP)
+    if count_in(counts + item.slot - item.part, item.parts):
+        first = partials + (item.slot - item.part).to(tl.int64) * SIZE
         for strip in range(C.BLOCK_N // C.STRIP):
-            x = reduced(first + strip * C.BLOCK_M * C.STRIP, parts, C)
-            store_tile(x, epilogue, batch, row, column + strip * C.STRIP, C.STRIP, C)
+            x = reduced(first + strip * C.BLOCK_M * C.STRIP, item.parts, C)
+            row, column = item.pm * C.BLOCK_M, item.pn * C.BLOCK_N + strip * C.STRIP
+            store_tile(x, epilogue, item.batch, row, column, C.STRIP, C)
+
+
+@triton.jit
+def share_item(share, unit, unit_end, k_steps, shares, units, num_m, num_n):
+    """The `Item` of a share that has done its units up to ``unit``."""
+    tile, k_begin, k_end = share_part(unit, unit_end, k_steps)
+    first = part_of(units, shares, tile * k_steps)
+    parts = part_of(units, shares, (tile + 1) * k_steps - 1) - first + 1
+    pm, pn = row_major(tile % (num_m * num_n), num_m, num_n)
+    return Item(tile // (num_m * num_n), pm, pn, k_begin, k_end, share - first, parts, slot_of(share, tile), 0)
 
 
 @entry(
@@ -133,19 +144,14 @@ def one_tile(
         unit = part_begin(units, shares, share)
         unit_end = unit + part_size(units, shares, share)
         while unit < unit_end:
-            tile, k_begin, k_end = share_part(unit, unit_end, k_steps)
-            unit += k_end - k_begin
-            first = part_of(units, shares, tile * k_steps)
-            parts = part_of(units, shares, (tile + 1) * k_steps - 1) - first + 1
-            pm, pn = row_major(tile % (num_m * num_n), num_m, num_n)
-            batch, row, column = tile // (num_m * num_n), pm * C.BLOCK_M, pn * C.BLOCK_N
-            acc = tile_product(x, y, batch, pm, pn, k_begin, k_end, m, n, k, C)
-            if parts == 1:
-                store_tile(acc, epilogue, batch, row, column, C.BLOCK_N, C)
+            item = share_item(share, unit, unit_end, k_steps, shares, units, num_m, num_n)
+            unit += item.k_end - item.k_begin
+            acc = tile_product(x, y, item, m, n, k, C)
+            if item.parts == 1:
+                store_tile(acc, epilogue, item.batch, item.pm * C.BLOCK_M, item.pn * C.BLOCK_N, C.BLOCK_N, C)
             else:
-                slot = slot_of(share, tile)
-                finish_part(acc, partials, counts, slot, share - first, parts, epilogue, batch, row, column, C)
+                finish_part(acc, partials, counts, item, epilogue, C)
     else:
         pn, pm, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        acc = tile_product(x, y, batch, pm, pn, 0, k_steps, m, n, k, C)
+        acc = tile_product(x, y, Item(batch, pm, pn, 0, k_steps, 0, 1, 0, 0), m, n, k, C)
         store_tile(acc, epilogue, batch, pm * C.BLOCK_M, pn * C.BLOCK_N, C.BLOCK_N, C)

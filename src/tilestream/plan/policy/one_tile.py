@@ -13,8 +13,9 @@ random board; root mean square of the logarithm: 0.09).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
@@ -22,7 +23,7 @@ from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import FREE, ONE_TILE, Candidate, Forced
+from tilestream.plan.candidate import FREE, ONE_TILE, Candidate, Deferred, Forced
 from tilestream.plan.problem import ITEMSIZE, Problem
 
 #: The kinds of its schedules: a tile a program, or a share.
@@ -33,6 +34,8 @@ ARCH = "sm_90"
 MOST_PROGRAMS, MOST_SHARES = 16, 4
 #: The most elements of an output: twice as many as of those that were measured.
 MOST_ELEMENTS = 2**22
+#: The most operations: with more the Hopper kernel was faster, always.
+MOST_OPERATIONS = 8e9
 #: The most copies of a thread in a K step: more leave no registers for their addresses.
 MOST_COPIES = 64
 #: Stages of a shallow pipeline.
@@ -40,7 +43,7 @@ SHALLOW = 3
 #: The most K steps of a program with a shallow pipeline whose copies are whole vectors, and the fewest with a deep one.
 MOST_SHALLOW, LEAST_DEEP = 8, 4
 #: Parts of a tile's K that are tried.
-PARTS = (2, 3, 4, 6, 8, 12, 16, 24)
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 #: Bytes of shared memory that programs of an SM share, its warps, and the bytes of a copy at most.
 _SHARED, _WARPS, _VECTOR = 227 * 1024, 64, 16
 
@@ -60,6 +63,12 @@ PARTIALS = 0.45e-12  # of all partial results, for a byte
 OVERLAP = 2.92
 #: Share of the nominal bandwidth that memory gives.
 MEMORY = 0.92
+
+
+#: The fields of all candidates, as they are by default.
+_ALIKE: dict[str, object] = {
+    **{field.name: field.default for field in fields(Candidate) if field.default is not MISSING}, "variant": ONE_TILE,
+}  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -117,6 +126,8 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
         return "there is a group, or nothing to multiply"
     if problem.batch * problem.m * problem.n > MOST_ELEMENTS:
         return f"its output has more than {MOST_ELEMENTS} elements"
+    if problem.operations > MOST_OPERATIONS:
+        return f"it takes more than {MOST_OPERATIONS:.0e} operations"
     if problem.arriving or problem.publishes is not None:
         return "chunks are waited for, or signalled, by persistent workers"
     mixed = problem.b_dtype not in ("", problem.dtype)
@@ -133,50 +144,73 @@ def candidates(
         return
     limited = workers < device.workers
     for tile in TILES[ITEMSIZE[problem.dtype]]:
-        if forced.tile not in (None, tile[:2]) or copies_of(problem, tile) > MOST_COPIES:
+        way = Way(problem, device, tile)
+        if forced.tile not in (None, tile[:2]) or way.copies > MOST_COPIES:
             continue
-        whole = Grid.of(problem.m, problem.n, problem.k, *tile[:3], batch=problem.batch)
-        for parts in (1, *PARTS):
-            grid = replace(whole, k_steps=parts * cdiv(whole.k_steps, parts))  # all shares alike: none has two tiles
+        for parts in PARTS:
             most = workers if limited else (MOST_PROGRAMS if parts == 1 else MOST_SHARES) * workers
+            programs = parts * way.tiles
+            if programs > most:
+                break
             kind: Kind = "static" if parts == 1 else "stream_k"
-            if kind not in kinds or parts * grid.tiles > most or not is_apt(problem, tile, grid.k_steps, parts):
-                continue
-            shares = 0 if parts == 1 else parts * grid.tiles
-            schedule = Schedule(kind, grid, Raster("row_major"), parts * grid.tiles, 1, "items", shares, 0)
-            predicted = seconds(problem, device, tile, grid, parts)
-            yield Candidate(ONE_TILE, tile[:3], schedule, predicted, tile.warps, tile.stages)
+            steps = cdiv(way.steps, parts)  # all shares alike: none has parts of two tiles
+            if kind in kinds and way.is_apt(steps, parts):
+                make = functools.partial(way.schedule, kind, steps, parts)
+                yield Deferred(way.alike, kind, way.seconds(steps, parts), way.tiles, programs, "", make)
 
 
-def is_apt(problem: Problem, tile: Tile, steps: int, parts: int) -> bool:
-    """Whether a program has as many of ``steps`` as its pipeline is for, and no part is past the end of K."""
-    own = steps // parts
-    if (parts - 1) * own * tile.block_k >= problem.k:
-        return False
-    whole = problem.aligned or problem.vector * ITEMSIZE[problem.dtype] == _VECTOR
-    return (parts == 1 or own >= LEAST_DEEP) and (
-        own >= LEAST_DEEP if tile.stages > SHALLOW else own <= MOST_SHALLOW or not whole
-    )
+class Way:
+    """A tile for a problem: what does not depend on the number of parts.
 
+    Attributes
+    ----------
+    tiles, steps
+        The number of tiles, and the K steps of each.
+    copies
+        A thread's copies from memory in a K step.
+    """
 
-def copies_of(problem: Problem, tile: Tile) -> float:
-    """A thread's copies from memory in a K step."""
-    vector = _VECTOR // ITEMSIZE[problem.dtype] if problem.aligned else problem.vector
-    return (tile.block_m + tile.block_n) * tile.block_k / vector / (32 * tile.warps)
+    def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile) -> None:
+        self.problem, self.device, self.tile = problem, device, tile
+        itemsize, threads = ITEMSIZE[problem.dtype], 32 * tile.warps
+        self.num_m, self.num_n = cdiv(problem.m, tile.block_m), cdiv(problem.n, tile.block_n)
+        self.tiles, self.steps = problem.batch * self.num_m * self.num_n, cdiv(problem.k, tile.block_k)
+        self._vector = _VECTOR // itemsize if problem.aligned else problem.vector
+        self._threads, self._elements = threads, tile.block_m * tile.block_n
+        self._bytes = (tile.block_m + tile.block_n) * itemsize  # of an element of K
+        self.copies = (tile.block_m + tile.block_n) * tile.block_k / self._vector / threads
+        self.whole = self._vector * itemsize == _VECTOR
 
+    @property
+    def alike(self) -> dict[str, object]:
+        """The fields of all its candidates."""
+        return {**_ALIKE, "block": self.tile[:3], "warps": self.tile.warps, "stages": self.tile.stages}
 
-def seconds(problem: Problem, device: DeviceProperties, tile: Tile, grid: Grid, parts: int = 1) -> float:
-    """The predicted time: see the module."""
-    threads, steps, programs = 32 * tile.warps, grid.k_steps // parts, parts * grid.tiles
-    copies, elements = copies_of(problem, tile), tile.block_m * tile.block_n / threads
-    size = (tile.block_m + tile.block_n) * ITEMSIZE[problem.dtype]
-    at_once = max(1, min(_SHARED // (size * tile.block_k * tile.stages), _WARPS // tile.warps))
-    step = STEP + LATENCY / (tile.stages - 1) + THREAD_COPY * copies
-    waves = cdiv(programs, device.workers * at_once) * (steps * step + STORE * elements)
-    issued = steps * COPY * copies * threads * min(1.0, problem.k / tile.block_k)
-    written = tile.block_m * tile.block_n * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
-    sms = programs / device.workers * (BEGIN + issued + written) + FEED * grid.tiles * size * problem.k
-    memory = problem.bytes / (MEMORY * device.bandwidth)
-    sums = FIX + PART * parts * elements + PARTIALS * 4 * programs * tile.block_m * tile.block_n if parts > 1 else 0.0
-    together: float = (waves**OVERLAP + sms**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
-    return LAUNCH + together + sums
+    def is_apt(self, steps: int, parts: int) -> bool:
+        """Whether ``steps`` of a program are what its pipeline is for, and no part is past the end of K."""
+        if (parts - 1) * steps * self.tile.block_k >= self.problem.k:
+            return False
+        if parts > 1 or self.tile.stages > SHALLOW:
+            return steps >= LEAST_DEEP and (self.tile.stages > SHALLOW or steps <= MOST_SHALLOW or not self.whole)
+        return steps <= MOST_SHALLOW or not self.whole
+
+    def schedule(self, kind: Kind, steps: int, parts: int) -> Schedule:
+        """The schedule of programs that have ``steps`` each."""
+        grid = Grid(self.problem.batch, self.num_m, self.num_n, parts * steps)
+        shares = 0 if parts == 1 else parts * self.tiles
+        return Schedule(kind, grid, Raster("row_major"), parts * self.tiles, 1, "items", shares, 0)
+
+    def seconds(self, steps: int, parts: int = 1) -> float:
+        """The predicted time: see the module."""
+        tile, problem, device = self.tile, self.problem, self.device
+        programs, each = parts * self.tiles, self._elements / self._threads
+        at_once = max(1, min(_SHARED // (self._bytes * tile.block_k * tile.stages), _WARPS // tile.warps))
+        step = STEP + LATENCY / (tile.stages - 1) + THREAD_COPY * self.copies
+        waves = cdiv(programs, device.workers * at_once) * (steps * step + STORE * each)
+        issued = steps * COPY * self.copies * self._threads * min(1.0, problem.k / tile.block_k)
+        written = self._elements * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
+        sms = programs / device.workers * (BEGIN + issued + written) + FEED * self.tiles * self._bytes * problem.k
+        memory = problem.bytes / (MEMORY * device.bandwidth)
+        together: float = (waves**OVERLAP + sms**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+        sums = FIX + PART * parts * each + PARTIALS * 4 * programs * self._elements if parts > 1 else 0.0
+        return LAUNCH + together + sums
