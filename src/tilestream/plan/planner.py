@@ -252,7 +252,7 @@ def _on_gpu(
     def by_portable_kernel() -> Iterable[Candidate]:
         return portable.candidates(problem, device, workers, kinds=of_portable, forced=forced)
 
-    def of_one_tile(kinds: tuple[Kind, ...] = one_tile.KINDS) -> list[Candidate]:
+    def of_one_tile(kinds: tuple[Kind, ...]) -> list[Candidate]:
         return list(one_tile.candidates(problem, device, workers, forced, kinds))
 
     if how.variant == ONE_TILE:
@@ -273,7 +273,7 @@ def _on_gpu(
         return name, found, elsewhere
     if name == "hopper" and problem.not_by_tma:
         name, found, elsewhere = _copied_or_as_it_lies(problem, device, found, list(by_portable_kernel()), wanted)
-    small = of_one_tile()
+    small = of_one_tile(("static",) if is_invariant(how.limit) else one_tile.KINDS)  # the promise cuts no K
     if name == "portable":
         return name, [*found, *small], elsewhere
     return _or_one_tile(problem, device, (name, found, elsewhere), small, wanted)
