@@ -33,7 +33,7 @@ from tilestream.plan.problem import Problem
 #: Constants that a sweep does not show: the rate of pairs of CTAs, a number of lines, what a queue costs an item,
 #: promoted sums, groups of K, and the launch of a copy, as its copies are long; and the share of memory's rate, which
 #: ``overlap`` would take over.
-HELD = ("paired", "lines", "ticket", "promoted_loss", "feed_along_k", "memory", "copy")
+HELD = ("paired", "triple", "lines", "ticket", "promoted_loss", "feed_along_k", "memory", "copy")
 #: How much a candidate's residual counts that is so many times as slow as its problem's best: that to this power.
 NEAR = -2.0
 #: What holds a constant where it begins that the sweep does not show: a residual of this times the logarithm of its

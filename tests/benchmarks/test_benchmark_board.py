@@ -114,7 +114,8 @@ def test_what_the_model_is_fitted_to_is_on_no_board() -> None:
     assert max(PUBLISHED) < FITTED_FROM
     assert min(problem.operations for problem in found) >= LEAST_OPERATIONS
     assert max(problem.bytes(problem.itemsize) for problem in found) <= FITTED_BYTES
-    assert {board.planned(problem, "h100").backend for problem in found} == {"hopper"}
+    plans = [board.planned(problem, "h100") for problem in found]  # of small ones a program a tile may be faster
+    assert {plan.backend for plan in plans if plan.variant != "one_tile"} == {"hopper"}
     assert {(problem.dtype, problem.layout, problem.scales) for problem in found} == {
         ("bfloat16", "nt", "none"), ("float8_e4m3fn", "nt", "tensor"),
     }  # fmt: skip
@@ -294,8 +295,9 @@ def test_a_fit_reads_records_of_sweeps(results, capsys, monkeypatch) -> None:
     record = sweep_record()
     first, row = written(results, record)[0], record["rows"][0]
     problems = fit.sweeps([record])
-    assert [len(one.candidates) for one in problems] == [len(row["plans"]) for row in record["rows"]]
-    known = {key: us for key, _, us in row["plans"]}
+    fitted = [[plan for plan in row["plans"] if "variant=one_tile" not in plan[0]] for row in record["rows"]]
+    assert [len(one.candidates) for one in problems] == [len(plans) for plans in fitted if plans]
+    known = {key: us for key, _, us in fitted[0]}
     assert sorted(problems[0].seconds * 1e6) == pytest.approx(sorted(known.values()))
     fit.main([str(first), "--beside", str(first)])
     said = capsys.readouterr().out

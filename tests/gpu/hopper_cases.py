@@ -16,7 +16,7 @@ import torch
 from gpu_cases import BF16, E4M3, E5M2, F16, F32, FULL, KINDS, LAYOUTS, OUTS, Case, uniform
 
 from tilestream.core.device import DeviceProperties
-from tilestream.plan.policy.hopper import PAIRED, REGISTERS, TILES, Tile
+from tilestream.plan.policy.hopper import PAIRED, REGISTERS, TILES, TRIPLE, Tile
 
 
 def hopper_case(m: int, n: int, k: int, variant: str, tile: tuple[int, int], **how: Any) -> Case:
@@ -70,7 +70,7 @@ def _both(row: Tile) -> tuple[bool, ...]:
 def _tiles() -> Iterator[Case]:
     """Every tile, both ways round, every kind; the layouts in turn."""
     layouts = itertools.cycle(LAYOUTS)
-    for row in TILES:
+    for row in (*TILES, *TRIPLE):
         for swapped, (bm, bn) in zip(_both(row), ways(row), strict=True):
             bk, how = row.block_k(2), {"swapped": swapped, "layout": next(layouts)}
             # Several items a worker, the last tiles cut off; less than a tile, and than a stage. Stored by TMA.
@@ -152,7 +152,7 @@ def _fp8() -> Iterator[Case]:
 def _tf32() -> Iterator[Case]:
     """Every tile both ways round."""
     how: dict[str, Any] = {"dtype": F32, "layout": "nt"}
-    for row in TILES:
+    for row in (*TILES, *TRIPLE):
         bk = row.block_k(4)
         for swapped, (bm, bn) in zip(_both(row), ways(row), strict=True):
             yield _case(row, 3 * bm - 5, 3 * bn - 8, 3 * bk + 9, workers=4, swapped=swapped, **how)
@@ -241,6 +241,24 @@ def _pairs() -> Iterator[Case]:
                 yield _case(row, 520, 264, 640, dtype=F32, layout="nt", **how)
 
 
+def _triples() -> Iterator[Case]:
+    """Three consumers, beside `_tiles`: layouts, dtypes, every store, an epilogue, a batch, few stages."""
+    for row in TRIPLE:
+        for swapped, (bm, bn) in zip(_both(row), ways(row), strict=True):
+            how: dict[str, Any] = {"swapped": swapped}
+            bk = row.block_k(2)
+            for layout in LAYOUTS:
+                yield _case(row, 3 * bm - 5, 3 * bn - 8, 3 * bk + 9, workers=4, layout=layout, **how)
+            yield _case(row, 8 * bm, 8 * bn, 33 * bk, layout="nt", **how)
+            yield _case(row, 2 * bm - 8, bn + 8, 9 * bk, dtype=F16, out_dtype=F32, layout="nt", **how)
+            yield _case(row, 2 * bm - 5, 2 * bn - 7, 9 * bk, dtype=F16, layout="nt", **how)
+            yield _case(row, 520, 776, 640, layout="nt", activation="gelu", **how, **FULL)
+            yield _case(row, 3 * bm, 2 * bn, 9 * bk, batch=3, workers=7, layout="nt", **how)
+            yield _case(row, 2 * bm, 2 * bn, 17 * bk, workers=2, stages=2, layout="nt", **how)
+            if row.columns <= 160:
+                yield _case(row, 2 * bm - 8, bn + 8, 9 * bk, dtype=E4M3, scales="row", layout="nt", **how)
+
+
 def _orders() -> Iterator[Case]:
     """Several queues, shares, and a caller's own order of tiles, which is a table."""
     for row in FEW:
@@ -254,7 +272,10 @@ def _orders() -> Iterator[Case]:
             yield _case(row, 500, 704, 128, schedule=kind, workers=5, order=order)
 
 
-SECTIONS = (_tiles, _layouts, _extents, _registers, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders, _pairs)
+SECTIONS = (
+    _tiles, _layouts, _extents, _registers, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders, _pairs,
+    _triples,
+)  # fmt: skip
 CASES = list({case.name: case for section in SECTIONS for case in section()}.values())
 
 

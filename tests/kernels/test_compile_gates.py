@@ -50,7 +50,7 @@ COUNTS = {
         "sm_120": 4,
     },
     "one tile": {"sm_90a": 582},
-    "hopper gemm": {"sm_90a": 799},
+    "hopper gemm": {"sm_90a": 826},
     "hopper grouped": {"sm_90a": 380},
     "hopper grouped sources": {"sm_90a": 158},
     "hopper attention": {"sm_90a": 149},
@@ -96,6 +96,7 @@ TILES = {
     "cooperative 256x128": 32, "cooperative 256x96": 23, "ping_pong 128x128": 17, "ping_pong 64x256": 35,
     "cooperative 128x64": 42, "ping_pong 64x128": 94, "single 64x128": 34, "single 64x64": 38, "single 64x32": 34,
     "single 64x16": 34, "cooperative 128x32": 42, "cooperative 128x16": 42, "paired 256x256": 14, "paired 512x192": 20,
+    "triple 192x192": 9, "triple 192x160": 18,
 }  # fmt: skip
 
 

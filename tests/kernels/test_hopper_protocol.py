@@ -73,7 +73,7 @@ from tilestream_tools.verify.protocol import (
     voided,
 )  # fmt: skip
 
-ROWS, BLOCK_K = 128, 32
+ROWS, BLOCK_K = 384, 32
 #: Of the accumulator's output.
 EXTENTS = 1000, 2000
 #: When a launch is over: at no item, or before the first (its signals are in quarantine); else at the item so numbered.
@@ -240,7 +240,7 @@ class Kernel:
         ring_ = self.ring
         self.worker: tuple[int, int] | None = None
         self.ctas, self.rank, self.to_both, self.announced = ring_.ctas, rank, False, False
-        self.halves = 2 if ring_.consumers == "cooperative" else 1
+        self.halves = ring.sharing(ring_.consumers)
         self.half_rows = ROWS // self.halves
         gl = SimpleNamespace(
             program_id=lambda _: rank, num_programs=lambda _: self.ctas, static_range=range, zeros=self.zeros,
@@ -342,7 +342,7 @@ class Kernel:
             assert warps[-3:] == [1] * 3, "four warps have registers of their own, and each of them is met"
             warps, registers = warps[:-3], registers[:-3]
         self.loops = loops
-        assert warps == [4, 1][-len(warps) :]
+        assert warps == [4, 4, 1][-len(warps) :]
         assert len(loops) == len(warps) + 1 == len(registers) + 1 == self.ring.num_consumers + 1
 
     def copy_items(self, *given: Any) -> None:
@@ -559,7 +559,7 @@ class Kernel:
     @property
     def half(self) -> int:
         """The half of a tile's rows that the running loop has."""
-        return self.who if self.halves == 2 else 0
+        return self.who if self.halves > 1 else 0
 
     def place(self, slot: int, strip: int = 0) -> int:
         """Where a strip of a partial result lies: slots of whole tiles, halves of rows, strips."""
@@ -746,7 +746,7 @@ LAYOUTS = (
 )  # fmt: skip
 SHAPES = [
     Shape(Ring(depth, 2, who, promoted, strips, most), parts)
-    for who in ("single", "cooperative", "ping_pong")
+    for who in ("single", "cooperative", "triple", "ping_pong")
     for depth, promoted in ((2, False), (3, False), (4, False), (1, True), (2, True), (3, True))
     for strips, most, parts in LAYOUTS
 ]

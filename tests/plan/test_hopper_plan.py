@@ -259,6 +259,18 @@ def test_registers_are_in_the_plan():
     assert lines(plan(64, 64, 64), "registers") == []
 
 
+def test_three_consumers_are_taken_where_they_are_forced():
+    made = planned(3072, 3072, 3072, variant="triple")
+    assert (made.variant, made.registers, sorted(made.tile)[1]) == ("triple", (32, 160), 192)
+    assert made.why.endswith("; three consumers, whose speed is not measured yet")
+    assert "triple" not in {one.variant for one in candidates(Problem(3072, 3072, 3072, **BF16))}
+    for what in ({"schedule": "stream_k"}, {"registers": (40, 232)}, {"arrival": Arrival.uniform(256, 12)}):
+        with pytest.raises(NotImplementedError, match="backend='hopper'"):
+            planned(3072, 3072, 3072, variant="triple", **what)
+    eight = {one.tile for one in candidates(Problem(512, 512, 512, 1, "float8_e4m3fn", "bfloat16"), variant="triple")}
+    assert eight == {(192, 160), (160, 192)}
+
+
 @each_kind
 def test_a_schedule_and_workers(kind):
     made = planned(schedule=kind, workers=7)

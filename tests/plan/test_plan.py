@@ -88,7 +88,7 @@ REFUSED = [
     ({"layout": "row"}, ValueError, "layout='row'; it must be 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first"),
     ({**ON_GPU, "backend": "cuda"}, ValueError, "backend='cuda'; it must be 'hopper', 'cdna', 'portable', or None for the plan's choice"),
     ({**ON_GPU, "backend": "portable", "stages": 4}, ValueError, "variant=None, stages=4 with backend='portable': only 'hopper' and 'cdna' have them; leave them away"),
-    ({**ON_GPU, "variant": "pingpong"}, ValueError, "variant='pingpong'; it must be one of cooperative, ping_pong, single, paired, one_tile, or None for the plan's choice"),
+    ({**ON_GPU, "variant": "pingpong"}, ValueError, "variant='pingpong'; it must be one of cooperative, triple, ping_pong, single, paired, one_tile, or None for the plan's choice"),
     ({"device": "mi300x", "variant": "ping_pong"}, ValueError, "variant='ping_pong'; it must be one of direct, staged, or None for the plan's choice"),
     *(({**ON_GPU, "stages": x}, ValueError, f"stages={x}; a ring has two stages at least, or None for as many as fit") for x in (1, 2.5)),
     ({**ON_GPU, "registers": (24, 232)}, ValueError, "registers=(24, 232); it must be (40, 232) or (24, 240), of a thread of the load warp and of the math warps, or None for the plan's choice"),

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tilestream.core.chunks import Incoming
 from tilestream.core.copy_items import block, vector
 from tilestream.core.operands import HALVES
+from tilestream.core.ring import sharing
 
 Config = TypeVar("Config", bound="ScheduleConfig")
 
@@ -175,7 +176,7 @@ class HopperConfig(GemmConfig):
     Y_K_MAJOR: bool
     BATCHED: bool  # whether tensor maps have a batch dimension
     SWAP_AB: bool  # whether ``x`` is B and ``y`` is A
-    CONSUMERS: str  # ``"single"``, ``"cooperative"`` or ``"ping_pong"``
+    CONSUMERS: str  # ``"single"``, ``"cooperative"``, ``"triple"`` or ``"ping_pong"``
     PROMOTED: bool  # whether each K step's fp8 product is added in float32 (two-level accumulation)
     #: Whether the last part's product has x in registers: see `tilestream.plan.policy.hopper.rs_tail`.
     RS_TAIL: bool
@@ -209,12 +210,12 @@ class HopperConfig(GemmConfig):
     @property
     def HALVES(self) -> int:
         """The number of consumers that share a tile's rows."""
-        return 2 if self.CONSUMERS == "cooperative" else 1
+        return sharing(self.CONSUMERS)
 
     @property
     def LOOPS(self) -> int:
         """The number of math loops."""
-        return 1 if self.CONSUMERS == "single" else 2
+        return max(self.HALVES, 2 if self.CONSUMERS == "ping_pong" else 1)
 
     @property
     def HALF_ROWS(self) -> int:

@@ -85,6 +85,8 @@ def untraced(plan: Plan | AttentionPlan) -> str:
         return "the CDNA kernel writes no trace: backend='portable' does"
     if isinstance(plan, AttentionPlan) and plan.strips:
         return "attention whose values are taken in strips has no work items: outside of tilestream.invariant it has"
+    if plan.variant == "triple":
+        return "a tile of three consumers writes no trace, which has two ends: variant='cooperative' does"
     if ctas_of(plan.variant) > 1:
         return "a pair of CTAs writes no trace, as both would count each item: variant='cooperative' does"
     return ""

@@ -92,6 +92,8 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     best = choice.best
     if best.ctas > 1:
         why += "; pairs of CTAs, which on an H100 are slower than single ones"
+    if best.variant == "triple":
+        why += "; three consumers, whose speed is not measured yet"
     if "stream_k" in kinds and best.kind != "stream_k" and best.variant != "inline":
         refused += (Refusal("stream_k", choice.why_no_stream_k()),)
     refused += (elsewhere,)
@@ -340,7 +342,8 @@ def _copied_or_as_it_lies(
 def _no_candidate(problem: Problem, backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
     """The reason why a fast backend has no candidate for the forced choices."""
     tile, variant, stages, registers = forced.tile, forced.variant, forced.stages, forced.registers
-    rows = [row for row in hopper.TILES if variant in (None, row.variant)]
+    every = hopper.TILES if variant is None else (*hopper.TILES, *hopper.TRIPLE, *hopper.PAIRED)
+    rows = [row for row in every if variant in (None, row.variant)]
     if registers:
         reasons = {hopper.no_registers(problem, registers, kind, forced.queues, row) for kind in kinds for row in rows}
         if why := min(reasons):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from tilestream.core.gate import Gate
 from tilestream.core.loop import Compute, WorkerState, store_and_count
+from tilestream.core.ring import sharing
 from tilestream.schedule import Schedule, WorkItem
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify import protocol as p
@@ -73,8 +74,10 @@ class ProductModel(WorkersModel):
         self.case = case.workers
         self._groups = []
         ring = case.ring
-        if ring.consumers == "cooperative":
-            raise ValueError("ProductCase: consumers='cooperative'; the product is of consumers that do whole items")
+        if sharing(ring.consumers) > 1:
+            raise ValueError(
+                f"ProductCase: consumers={ring.consumers!r}; the product is of consumers that do whole items"
+            )
         if self.case.gate is not None and self.case.drain == "leave":
             raise ValueError("ProductCase: drain='leave'; load loops with a gate work their launch through")
         processes = []

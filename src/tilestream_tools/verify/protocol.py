@@ -29,6 +29,7 @@ none. A fence (`Acquired`) orders the gate's reads before the copies after it.
 
 - ``single``: one consumer;
 - ``cooperative``: two, each with half of every tile: both read every stage, and ``empty`` counts 2;
+- ``triple``: three, each with a third of every tile; ``empty`` counts 3;
 - ``ping_pong``: two that take turns: a consumer does every other item and steps over the stages of the others. Order
   barriers pass the tensor cores on, so that one's epilogue overlaps with the other's mma.
 
@@ -45,10 +46,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tilestream.core.ring import before, skip, step
+from tilestream.core.ring import before, sharing, skip, step
 from tilestream.schedule import WorkItem
 
-Consumers = Literal["single", "cooperative", "ping_pong"]
+Consumers = Literal["single", "cooperative", "triple", "ping_pong"]
 
 
 class Barrier(NamedTuple):
@@ -207,7 +208,7 @@ class Ring:
     @property
     def num_consumers(self) -> int:
         """The number of math loops."""
-        return 1 if self.consumers == "single" else 2
+        return max(sharing(self.consumers), 2 if self.consumers == "ping_pong" else 1)
 
     @property
     def buffers(self) -> int:
@@ -227,7 +228,7 @@ class Ring:
 
     def barriers(self) -> dict[Barrier, int]:
         """Each barrier, with the number of arrivals that complete a phase of it."""
-        readers = 2 if self.consumers == "cooperative" else 1
+        readers = sharing(self.consumers)
         counts = {Barrier("full", s): 1 for s in range(self.depth)}
         counts |= {Barrier("empty", s): readers * self.ctas for s in range(self.depth)}
         counts |= {Barrier("item_full", s): 1 for s in range(self.items)}

@@ -23,15 +23,17 @@ Reductions, and why they hide no fault:
   orders the second fills it too early.)
 - *Landing* is lazy: a load lands only when a process may wait for it. The other events that could precede it, a second
   load into the stage or an mma on it, are faults.
-- *Symmetry*: the two consumers of a cooperative ring are interchangeable.
+- *Symmetry*: consumers that share tiles are interchangeable.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tilestream.core.ring import sharing
 from tilestream.schedule import WorkItem
 from tilestream_tools.verify import protocol as p
 from tilestream_tools.verify.barriers import STEPS, VOID, RingMemory
@@ -114,7 +116,7 @@ class RingModel(Model):
     def __init__(self, case: RingCase, reduce: bool = True, symmetry: bool = True) -> None:
         self.case = case
         ring = case.ring
-        alike = ring.consumers == "cooperative" and symmetry
+        alike = sharing(ring.consumers) > 1 and symmetry
 
         def math_of(consumer: int) -> Callable[[p.MathState], Generator[Any, Any, p.MathState | None]]:
             return lambda state: case.math(ring, case.finish, consumer, state)
@@ -143,11 +145,13 @@ class RingModel(Model):
         """See `Model.canonical`."""
         if not self.alike:
             return state
-        c, d = self.rings.of_consumer
-        end = self.rings.end
-        if (state[1], state[c:d]) <= (state[2], state[d:end]):
+        begin, end, width = self.rings.consumer, self.rings.end, self.rings.private
+        own = [(state[c], state[at : at + width]) for c, at in enumerate(self.rings.of_consumer, 1)]
+        ordered = sorted(own)
+        if ordered == own:
             return state
-        return (state[0], state[2], state[1], *state[3:c], *state[d:end], *state[c:d], *state[end:])
+        memory = itertools.chain.from_iterable(private for _, private in ordered)
+        return (state[0], *(at for at, _ in ordered), *state[1 + len(own) : begin], *memory, *state[end:])
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """See `Model.domain`."""
@@ -185,7 +189,7 @@ class RingModel(Model):
         if answer is not None:
             if m[self.left + answer.tile]:
                 raise Fault("missing work", f"item {answer.tile} is not finished {NUMBERS} items later")
-            readers = 2 if self.case.ring.consumers == "cooperative" else 1
+            readers = sharing(self.case.ring.consumers)
             m[self.left + answer.tile] = (VOID if m[self.over] else answer.k_end) * 4 + readers
             m[self.number] = (answer.tile + 1) % NUMBERS
 

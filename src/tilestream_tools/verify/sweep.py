@@ -304,7 +304,7 @@ def _columns_too(case: WorkersCase) -> WorkersCase:
 def rings(level: Level) -> Iterator[RingCase]:
     """Model 2. Full: up to 4 stages, 1 or 2 slots, 1 to 5 K steps in any order, every way of consuming and storing."""
     full = level == "full"
-    every = get_args(Consumers)
+    every: tuple[Consumers, ...] = ("single", "cooperative", "ping_pong")
     for depth, items, consumers in product((1, 2, 3), (1, 2), every):
         if full or depth < 3 or items == 2:
             yield RingCase(Ring(depth, items, consumers, promoted=depth == 1), (1, 2))
@@ -315,6 +315,11 @@ def rings(level: Level) -> Iterator[RingCase]:
             ring = Ring(depth, 2, consumers, strips=strips, most_buffers=most)
             yield RingCase(ring, (1, 2) if full and depth == 2 else (1,), split=True)
         yield RingCase(Ring(depth, 2, consumers, promoted=True, strips=3), (1,), split=full)
+    # Three consumers take whole tiles that do not arrive, and differ from two by one.
+    for depth, items in ((1, 1), (2, 1), *(((1, 2), (2, 2), (3, 1), (3, 2)) if full else ())):
+        yield RingCase(Ring(depth, items, "triple", promoted=depth == 1), (1, 2))
+    for strips in (1, 2, 3) if full else (3,):
+        yield RingCase(Ring(2, 1, "triple", strips=strips), (1,))
     # The launch is over: void items, from any on.
     for consumers in every:
         yield RingCase(Ring(1, 2, consumers, promoted=True), (1, 2) if full else (1,), expires=True)

@@ -2,7 +2,7 @@
 
 Registers of a thread, by ``setmaxnreg``. With two math loops: 256 before the partitions begin, 120 each while they
 wait, then 232, 232 and 40 for the load warp's group (or 240, 240 and 24): all that an SM has. With one: 232 and 24,
-then 216 and 40.
+then 216 and 40. With three: 256 and 80, then 160 three times and 32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gates.engine import RELEASE, Case, IsWanted, Rules, fill_gemm, shared_memor
 from gates.hopper import DEVICE, Assembly, described
 from tilestream.core.chunks import Chunks
 from tilestream.core.copy_items import WORDS_A_THREAD
+from tilestream.core.ring import sharing
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments
@@ -27,7 +28,7 @@ from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper import PAIRED, TILES, Tile
+from tilestream.plan.policy.hopper import PAIRED, TILES, TRIPLE, Tile
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem
 from tilestream_tools.isa import sass
 from tilestream_tools.isa.kernels import copy_arguments, pointer
@@ -45,6 +46,10 @@ def _uniform(rows: int, *how: int) -> Incoming:
 
 def _ragged(rows: int, *how: int) -> Incoming:
     return Incoming(Chunks((0, 5, 5, rows)), *how)
+
+
+#: Registers of a thread before the partitions begin, and while they wait, by the number of math loops.
+WAITING = {1: (24, 232), 2: (120, 256), 3: (80, 256)}
 
 
 class How(NamedTuple):
@@ -147,7 +152,7 @@ _GATHERS = (("cooperative", 128, 256), ("cooperative", 128, 224))
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
-    for tile in (*TILES, *PAIRED):
+    for tile in (*TILES, *TRIPLE, *PAIRED):
         # A square tile has one way round.
         for swapped in (False, True)[: 1 if tile.rows == tile.columns else 2]:
             for inputs, how, layout in _of_a_tile(tile, swapped):
@@ -301,7 +306,7 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     rounds = Counter(re.findall(r"\bLDG\.E\.(U8|U16|64|128)\.STRONG\.GPU\b", found.sass))
     copied = [one for one in (problem.rows, problem.columns) if one] if plan.copies != "none" else []
     paired = plan.ctas > 1
-    halves = tile.variant == "cooperative" or paired
+    halves = (2 if paired else sharing(tile.variant)) - 1
     ring = Ring(plan.stages, ITEMS.value, "cooperative" if paired else plan.variant, ctas=plan.ctas)
     loops = sass.k_loops(found.sass)
     # A strip that is stored line by line goes through shared memory, too, of which plans keep more for C buffers.
@@ -310,7 +315,7 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     shared = plan.stages * 128 * tile.lines * (arguments.rows + tile.columns) + (buffers if stored else lines)
     return {
         **found.rules(
-            registers={*plan.registers, *((24, 232) if tile.loops == 1 else (120, 256))},
+            registers={*plan.registers, *WAITING[tile.loops]},
             products={f"m64n{width}k{depth}.f32.{x}.{y}" for width in arguments.widths},
             # Where the load warp prefetches a ticket, there is a loop before that and one behind it. Rows that stand
             # apart are loaded by the instruction that loads the others: its map is selected.

@@ -35,7 +35,7 @@ def test_every_tile_is_run_both_ways_round_and_stored_both_ways(cases):
         made = Arguments(plan, layout, case.output("meta")[0].data_ptr() % 16 == 0)
         rows = plan.tile[::-1] if plan.swap_ab else plan.tile
         seen[(plan.variant, *rows, plan.swap_ab, made.out is None)] += 1
-    for row in (*cases.TILES, *cases.PAIRED):
+    for row in (*cases.TILES, *cases.TRIPLE, *cases.PAIRED):
         for swapped in (False, True)[: len(cases.ways(row))]:
             assert seen[row.variant, row.rows, row.columns, swapped, False] >= 2
             assert seen[row.variant, row.rows, row.columns, swapped, True] >= 2

@@ -73,7 +73,7 @@ class TestProtocolText:
 
 
 class TestWhatIsExplored:
-    @pytest.mark.parametrize("consumers", ["single", "cooperative", "ping_pong"])
+    @pytest.mark.parametrize("consumers", ["single", "cooperative", "triple", "ping_pong"])
     def test_items_without_end_in_finitely_many_states(self, consumers):
         model = RingCase(p.Ring(2, 2, consumers), (1, 2)).build()
         states, _ = explored(model)

@@ -100,6 +100,9 @@ def test_drained_launches_are_swept_with_every_schedule_pivot_and_sort_of_chunks
 
 
 def test_full_rings_reach_every_depth_way_of_consuming_and_k_count():
+    triple = [c.ring for level in ("quick", "full") for c in sweep.rings(level) if c.ring.consumers == "triple"]
+    assert {ring.depth for ring in triple} == {1, 2, 3}
+    assert {ring.strips for ring in triple} == {0, 1, 2, 3}
     seen = {(c.ring.depth, c.ring.consumers) for c in sweep.rings("full") if c.k_counts == (1, 2, 3, 4, 5)}
     assert seen == {(d, who) for d in (1, 2, 3, 4) for who in ("single", "cooperative", "ping_pong")}
 

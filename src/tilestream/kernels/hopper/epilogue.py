@@ -279,7 +279,7 @@ def store_partial(accs, at, C: gl.constexpr):
 @gluon.jit
 def first_partial(words, item, WHO: gl.constexpr, C: gl.constexpr):
     """The address of a consumer's first partial result of a tile. The other contributors' follow in K order."""
-    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    HALF: gl.constexpr = WHO if C.HALVES > 1 else 0
     size: gl.constexpr = C.ROWS * C.COLUMNS
     return words.partials + (item.slot - item.part).to(gl.int64) * size + HALF * C.HALF_ROWS * C.COLUMNS
 
@@ -297,7 +297,7 @@ def fixup(accs, at, words, item, WHO: gl.constexpr, C: gl.constexpr):
 
     ``at``: see `first_partial`.
     """
-    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    HALF: gl.constexpr = WHO if C.HALVES > 1 else 0
     size: gl.constexpr = C.ROWS * C.COLUMNS
     count = words.counts + (item.slot - item.part) * 2 + HALF
     last = gl.atomic_add(count, 0, sem="acquire", scope="gpu") == item.parts - 1

@@ -2,7 +2,7 @@
 
 ::
 
-    load warp                                   math warps (one or two consumers of four warps)
+    load warp                                   math warps (up to three consumers of four warps)
       for item in schedule:                       for item in item ring:
         gate.wait(item)                             for stage in ring: wgmma        (void: NaN)
         hand it on through the item ring            epilogue, drained by TMA under the next item
@@ -23,6 +23,7 @@ Variants (``CONSUMERS``):
 
 - ``single``: one consumer.
 - ``cooperative``: two, each with half of a tile's rows.
+- ``triple``: three, each with a third of them. Where the text says half, it is a third.
 - ``ping_pong``: two, a tile each; one's epilogue runs under the other's multiplications.
 
 ``CTAS``: two CTAs of a cluster may be one worker, each ``cooperative``: `kernels.hopper.pair`.
@@ -235,7 +236,7 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
             row = item.pm * C.ROWS
             if C.CTAS > 1:
                 row = (item.pm * C.CTAS + rank(C)) * C.ROWS
-            if C.HALVES == 2:
+            if C.HALVES > 1:
                 row += WHO * C.HALF_ROWS
             early = prefetch_epilogue(epilogue, item.batch, row, item.pn * C.COLUMNS, C)
             accs, stage = product(ring, order, stage, steps, WHO, C)
@@ -251,7 +252,7 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
             if C.TRACE:
                 barrier()
                 # Not of a void item.
-                end_span(words.log, item.place, WHO if C.HALVES == 2 else 0, finishes & (steps > 0))
+                end_span(words.log, item.place, WHO if C.HALVES > 1 else 0, finishes & (steps > 0))
         if C.CONSUMERS == "ping_pong":
             if not mine:
                 stage = skip_stages(stage, steps, C)
@@ -356,6 +357,13 @@ def gemm(
             (load_loop, (loads, ring, items, work, words, gate, C)),
             (idle, (ring,)), (idle, (ring,)), (idle, (ring,)),
         ], [4, 1, 1, 1, 1], [C.MATH_REGISTERS] + [C.LOAD_REGISTERS] * 4)  # fmt: skip
+    elif C.LOOPS == 3:
+        gl.warp_specialize([
+            (math_loop, (0, ring, items, order, words, epilogue, publishing, C)),
+            (math_loop, (1, ring, items, order, words, epilogue, publishing, C)),
+            (math_loop, (2, ring, items, order, words, epilogue, publishing, C)),
+            (load_loop, (loads, ring, items, work, words, gate, C)),
+        ], [4, 4, 1], [C.MATH_REGISTERS, C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     elif C.LOOPS == 2:
         gl.warp_specialize([
             (math_loop, (0, ring, items, order, words, epilogue, publishing, C)),

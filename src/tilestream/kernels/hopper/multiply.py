@@ -75,7 +75,7 @@ def multiply(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
     stages at least.
     """
     WIDTHS: gl.constexpr = C.WIDTHS
-    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    HALF: gl.constexpr = WHO if C.HALVES > 1 else 0
     stage, phase = place
     PARTS: gl.constexpr = len(C.WIDTHS)
     accs = zeros(C.HALF_ROWS, WIDTHS, ring.x.dtype.primitive_bitwidth)
@@ -105,7 +105,7 @@ def multiply_rs_tail(ring, order, place, steps, WHO: gl.constexpr, C: gl.constex
     before, whose registers it takes (two sets of them are more than ptxas keeps without waiting in between).
     """
     WIDTHS: gl.constexpr = C.WIDTHS
-    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    HALF: gl.constexpr = WHO if C.HALVES > 1 else 0
     stage, phase = place
     BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
     WIDE: gl.constexpr = len(C.WIDTHS) - 1
@@ -142,7 +142,7 @@ def multiply_promoted(ring, order, place, steps, WHO: gl.constexpr, C: gl.conste
     Parts one after the other: there are registers for the product of one of them.
     """
     WIDTHS: gl.constexpr = C.WIDTHS
-    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    HALF: gl.constexpr = WHO if C.HALVES > 1 else 0
     stage, phase = place
     BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
     accs = zeros(C.HALF_ROWS, WIDTHS, BITS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilestream.launch.cdna.arguments import Arguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
@@ -16,6 +18,8 @@ class GemmLaunch(PortableLaunch):
     aligned
         Whether the addresses of the output and of the residual are multiples of 16.
     """
+
+    kernel: Any = Arguments.kernel
 
     def __init__(self, plan: Plan, layout: Layout, aligned: tuple[bool, bool]) -> None:
         self._aligned = aligned

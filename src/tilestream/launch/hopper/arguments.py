@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tilestream.core.ring import sharing
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gemm_arguments import GemmArguments, Layout, LocalTiles
@@ -74,7 +75,7 @@ class Arguments(GemmArguments):
         b = Operand(problem.n, block_n, bb, bn, bk, problem.dtypes[1])
         x, y = (b, a) if swap_ab else (a, b)
         self._batched = [int(bool(batches and one.batch)) for one in (x, y)]
-        self._halves = 2 if plan.variant in ("cooperative", "paired") else 1
+        self._halves = 2 if plan.variant == "paired" else sharing(plan.variant)
         self.rows, self.widths = x.tile_rows // plan.ctas, widths(y.tile_rows, widest(problem))
         half = self.rows // self._halves
         self.x, self._x_major = operand_map(x, half, problem.k, block_k, batches)
@@ -88,14 +89,14 @@ class Arguments(GemmArguments):
         extents, strides = (x.rows, y.rows), (on, om) if swap_ab else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
-        roomy = has_room(layout, problem, self.widths, half, bool(plan.schedule.slots))
+        roomy = has_room(layout, problem, self.widths, half, bool(plan.schedule.slots)) and plan.variant != "triple"
         self._store, self._flipped = store_of(major, strides, roomy)
         self.out = None
         if major is not None:
             self.out = matrix_map(extents, strides, (half, plan.strip), batches, ob, self._flipped)
         self._published = 1, 0
         if problem.publishes is not None:
-            # Two consumers with half of a tile's rows each both count its columns.
+            # Consumers that share a tile's rows count its columns, each of them.
             times = plan.schedule.grid.num_n * (self._halves if swap_ab else 1)
             self._published = problem.publishes.chunks.rows_per_chunk, times
         super().__init__(plan, layout, probe, trace)

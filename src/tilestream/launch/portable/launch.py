@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.operands import GemmOperands
@@ -9,7 +11,7 @@ from tilestream.launch import launch
 from tilestream.launch.gate import NO_GATE, GateArguments
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.launch.launch import Kernel, Probe
-from tilestream.launch.portable.arguments import Arguments, arguments_of
+from tilestream.launch.portable.arguments import Arguments, OneTileArguments, arguments_of
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.plan import Plan
@@ -18,6 +20,8 @@ from tilestream.runtime.device_workspace import Words
 
 class GemmLaunch(launch.GemmLaunch):
     """The portable GEMM for one plan, one layout of the operands and one alignment of their addresses."""
+
+    kernel: Any = Arguments.kernel
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
         super().__init__(plan)
@@ -30,6 +34,11 @@ class GemmLaunch(launch.GemmLaunch):
         """What the kernel is launched with, but for addresses."""
         return Arguments(self.plan, self.layout, probe, trace)
 
+    @property
+    def logging(self) -> Any:
+        """The kernel that writes a log of the same plan."""
+        return self.kernel
+
     def issue(
         self, stream: int, x: GemmOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
@@ -41,9 +50,9 @@ class GemmLaunch(launch.GemmLaunch):
             traced = isinstance(probe, SpanLog)
             arguments = self.arguments(probe=not traced, trace=traced)
             capacity = 0 if isinstance(probe, SpanLog) else probe.capacity
-            kernel = Kernel(arguments.kernel, (self.plan.workers, 1, 1), arguments.options)
+            kernel = Kernel(self.logging, (self.plan.workers, 1, 1), arguments.options)
         else:
-            kernel = self._kernel = self._kernel or Kernel(arguments.kernel, self._grid, arguments.options)
+            kernel = self._kernel = self._kernel or Kernel(self.kernel, self._grid, arguments.options)
         operands = kernel.take((
             a, b, out, epilogue.bias, epilogue.residual, epilogue.scale_a, epilogue.scale_b, words.partials,
             words.counts, words.counters, self.table.on(a.device), None if probe is None else probe.words, words.base,
@@ -59,6 +68,8 @@ class GemmLaunch(launch.GemmLaunch):
 class OneTileLaunch(GemmLaunch):
     """The portable GEMM whose programs have a tile or a share each. A trace is of the other one's workers."""
 
+    kernel: Any = OneTileArguments.kernel
+
     def __init__(self, plan: Plan, layout: Layout) -> None:
         super().__init__(plan, layout)
         schedule, grid = plan.schedule, plan.schedule.grid
@@ -70,6 +81,11 @@ class OneTileLaunch(GemmLaunch):
             )
         shares = (schedule.num_shares, 1, 1)
         self._grid = (grid.num_n, grid.num_m, grid.batch) if schedule.kind == "static" else shares
+
+    @property
+    def logging(self) -> Any:
+        """See `GemmLaunch.logging`."""
+        return GemmLaunch.kernel
 
     def arguments(self, probe: bool = False, trace: bool = False) -> GemmArguments:
         """See `GemmLaunch.arguments`."""

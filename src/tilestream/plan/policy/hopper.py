@@ -23,7 +23,7 @@ from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, group_in, has_own_queues, queues_of, raster_of
 
 #: What a worker is made of: see `tilestream.kernels.hopper.gemm`. The last is taken where it is forced: see `PAIRED`.
-VARIANTS = ("cooperative", "ping_pong", "single", "paired")
+VARIANTS = ("cooperative", "triple", "ping_pong", "single", "paired")
 #: Operands whose products are added in fp32, and outputs. float32 as tf32, to which the copies to shared memory round.
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -42,7 +42,7 @@ CLUSTERS = 8
 LEAST_STEPS = 4
 #: The most registers of a thread for an accumulator and the product of a part of 128 columns that is added to it: what
 #: ptxas does without spilling, of no more than two parts.
-_MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192, "paired": 192}
+_MOST_TWICE = {"cooperative": 192, "triple": 0, "ping_pong": 160, "single": 192, "paired": 192}
 #: An accumulator of more registers leaves none for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
 #: An accumulator of 128 rows and of more registers leaves none to reduce parts before more than a plain epilogue. Where
@@ -54,6 +54,8 @@ MOST_PARTS = 3
 #: Registers of a thread of the load warp, and of the math warps: with two math loops (the plan's choice, and what can
 #: be forced), and with one.
 REGISTERS, SINGLE_REGISTERS = ((40, 232), (24, 240)), (40, 216)
+#: The same with three math loops, which leave the load warp no more.
+TRIPLE_REGISTERS = (32, 160)
 #: The same where an operand arrives. The gate needs more (with 40 Triton 3.6 spilled up to 24 bytes, 3.9 up to 68), and
 #: accumulators of up to `_GATED` registers leave them.
 GATED_REGISTERS, SINGLE_GATED_REGISTERS = (56, 224), (72, 184)
@@ -74,7 +76,7 @@ class Tile(NamedTuple):
     @property
     def loops(self) -> int:
         """Math loops."""
-        return 1 if self.variant == "single" else 2
+        return {"single": 1, "triple": 3}.get(self.variant, 2)
 
     @property
     def ctas(self) -> int:
@@ -84,7 +86,7 @@ class Tile(NamedTuple):
     @property
     def rows_per_loop(self) -> int:
         """Rows of the accumulator that a math loop holds."""
-        return self.rows // {"cooperative": 2, "paired": 4}.get(self.variant, 1)
+        return self.rows // {"cooperative": 2, "triple": 3, "paired": 4}.get(self.variant, 1)
 
     @property
     def registers(self) -> int:
@@ -133,6 +135,9 @@ TILES = (
     Tile("cooperative", 128, 32, 2),
     Tile("cooperative", 128, 16, 2),
 )
+#: Tiles of three consumers, for waves that end badly with others. Plans take none unless ``variant=`` forces it: their
+#: speed is not measured yet.
+TRIPLE = (Tile("triple", 192, 192), Tile("triple", 192, 160))
 #: Tiles of two CTAs that read an operand from L2 once for both: see `tilestream.kernels.hopper.pair`. In a K
 #: step 256 x 256 reads 512 rows of operands from L2, and two CTAs of 128 x 256 by themselves 768. Plans take
 #: none unless ``variant=`` forces it: on an H100 they are slower (benchmarks/results/h100/gemm_pitch.json).
@@ -216,6 +221,8 @@ def registers_of(problem: Problem, tile: Tile, queues: int | None = None) -> tup
     """Registers of a thread of the load warp, and of the math warps, where none are asked for."""
     if tile.loops == 1:
         return SINGLE_GATED_REGISTERS if problem.arriving else SINGLE_REGISTERS
+    if tile.loops == 3:
+        return TRIPLE_REGISTERS
     if problem.arriving and tile.registers <= _GATED:
         return GATED_REGISTERS
     # With 232 Triton 3.9 keeps four words of such an accumulator's epilogue on the stack. (It is not cut along K.)
@@ -231,9 +238,9 @@ def no_registers(
     24 are enough for a load warp with a grid, with one queue, or with one a worker, on Triton 3.6, 3.7 and 3.9: the
     compile gate's ``slim``.
     """
-    if tile is not None and tile.loops == 1:
-        made = registers_of(problem, tile)
-        return f"one math loop has {made} registers" if registers != made else ""
+    if tile is not None and tile.loops != 2:
+        made, loops = registers_of(problem, tile), "one math loop has" if tile.loops == 1 else "three math loops have"
+        return f"{loops} {made} registers" if registers != made else ""
     if registers == REGISTERS[0]:
         return ""
     needs = {"a gate": problem.arriving, "stream_k": kind == "stream_k", f"queues={queues}": (queues or 1) > 1}
@@ -256,6 +263,8 @@ def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], fo
     rows = [row for row in TILES if forced.variant in (None, row.variant)]
     if forced.variant == "paired":
         rows, kinds = list(PAIRED), ("static",)
+    if forced.variant == "triple":
+        rows = list(TRIPLE)
     if problem.promoted:  # a stage is as much of K as the tensor cores may add up
         rows = [row._replace(lines=1) for row in rows]
     fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, forced.stages or 2)]
@@ -373,6 +382,10 @@ def crossing(problem: Problem) -> tuple[Refusal, ...]:
 
 def has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bool:
     """Whether nothing spills: neither the math warps beside their accumulators, nor the load warp."""
+    if row.loops == 3 and (kind == "stream_k" or problem.arriving):
+        return False  # three math loops leave the load warp none for a gate; a part of a tile has two counts, not three
+    if row.loops == 3 and problem.fp8 and row.columns > 160:
+        return False  # Triton 3.7 spills 16 bytes
     parts = len(widths(row.columns, widest(problem)))
     held = row.registers + (row.rows_per_loop if problem.promoted else 0)
     if problem.promoted and (held > _MOST_TWICE[row.variant] or parts > 2):

@@ -32,10 +32,11 @@ LINE, SECTOR = 128, 32
 class Costs:
     """Constants of the model. What matters is the order that they put candidates in: single ones measure nothing."""
 
-    #: cooperative, ping_pong, single, paired: by variant, the tensor cores' rate beside the nominal one. A single
-    #: consumer's short steps are charged to ``feed``. That of pairs is by the shape of 2048 x 13312 x 15872
-    #: (benchmarks/results/h100/gemm_pitch.json).
+    #: cooperative, triple, ping_pong, single, paired: by variant, the tensor cores' rate beside the nominal one. A
+    #: single consumer's short steps are charged to ``feed``. That of three consumers is two's. That of pairs is by the
+    #: shape of 2048 x 13312 x 15872 (benchmarks/results/h100/gemm_pitch.json).
     cooperative: float = 0.9341
+    triple: float = 0.9341
     ping_pong: float = 0.9609
     single: float = 0.9776
     paired: float = 0.60
@@ -194,7 +195,7 @@ def by_lines(tile: TileFacts, splits: bool) -> bool:
     ``splits``: whether a schedule splits tiles along K.
     """
     rows = 128 * tile.registers // sum(tile.parts)  # of a math loop
-    return len(tile.parts) < 3 and not (rows > 64 and splits)
+    return len(tile.parts) < 3 and tile.variant != "triple" and not (rows > 64 and splits)
 
 
 def beside(one: float, other: float, overlap: float) -> float:
