@@ -1,5 +1,5 @@
 // What Python calls through ctypes: `tilestream.launch.native`, `tilestream.launch.native_program`,
-// `tilestream.runtime.sequence`.
+// `tilestream.runtime.sequence`, `tilestream.runtime.producer`.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -12,6 +12,7 @@
 
 #include "driver.h"
 #include "launch_table.h"
+#include "producer.h"
 #include "program.h"
 #include "sequence.h"
 #include "workspace.h"
@@ -96,6 +97,48 @@ EXPORT int64_t tilestream_sequence_issue(const void* sequence, const uint64_t* s
 }
 
 EXPORT void tilestream_sequence_free(void* sequence) { delete static_cast<tilestream::Sequence*>(sequence); }
+
+// A producer, to be freed; null, with `*why`, as for a sequence.
+EXPORT void* tilestream_producer_make(const char** why) {
+  return made_by([] { return new tilestream::Producer(); }, why);
+}
+
+EXPORT void tilestream_producer_free(void* producer) { delete static_cast<tilestream::Producer*>(producer); }
+
+// Begin a job of `count` integers: see `Producer::start`. Null, or why it is refused, valid until this thread's next
+// call.
+EXPORT const char* tilestream_producer_start(void* producer, const int64_t* integers, int64_t count) {
+  const char* why = nullptr;
+  const auto start = [&] {
+    static_cast<tilestream::Producer*>(producer)->start({integers, static_cast<size_t>(count)});
+    return producer;
+  };
+  made_by(start, &why);
+  return why;
+}
+
+EXPORT void tilestream_producer_wake(void* producer) { static_cast<tilestream::Producer*>(producer)->wake(); }
+
+EXPORT void tilestream_producer_stop(void* producer) { static_cast<tilestream::Producer*>(producer)->stop(); }
+
+EXPORT int32_t tilestream_producer_is_busy(const void* producer) {
+  return static_cast<const tilestream::Producer*>(producer)->is_busy();
+}
+
+// Whether the job has ended, after at most so many nanoseconds.
+EXPORT int32_t tilestream_producer_wait(void* producer, int64_t nanoseconds) {
+  return static_cast<tilestream::Producer*>(producer)->wait(nanoseconds);
+}
+
+// The five integers of `Producer::Result`.
+EXPORT void tilestream_producer_result(const void* producer, int64_t* words) {
+  const auto result = static_cast<const tilestream::Producer*>(producer)->result();
+  words[0] = static_cast<int64_t>(result.end);
+  words[1] = result.experts;
+  words[2] = static_cast<int64_t>(result.operation);
+  words[3] = result.code;
+  words[4] = result.cpu_nanoseconds;
+}
 
 // Whether this thread's launches are kept from now on; forgets those that were kept.
 EXPORT void tilestream_keep_launches(int32_t keep) { tilestream::keep_launches(keep != 0); }

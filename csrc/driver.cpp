@@ -74,6 +74,33 @@ bool look_up_sequences(void* library, bool is_hip, Driver& made) {
          look_up(library, "cuStreamWaitEvent", made.wait_event);
 }
 
+int (*hip_set_device)(int device) = nullptr;
+
+int get_device_of_hip(void** context) {
+  int device = 0;
+  const int code = found.context_device(&device);
+  *context = reinterpret_cast<void*>(2 * static_cast<intptr_t>(device) + 1);  // odd: not null
+  return code;
+}
+
+int set_device_of_hip(void* context) {
+  return hip_set_device(static_cast<int>(reinterpret_cast<intptr_t>(context) >> 1));
+}
+
+// What producers need beside that; a driver without it still issues sequences.
+bool look_up_producers(void* library, bool is_hip, Driver& made) {
+  if (is_hip) {
+    made.get_context = get_device_of_hip;
+    made.set_context = set_device_of_hip;
+    return look_up(library, "hipEventQuery", made.query_event) &&
+           look_up(library, "hipThreadExchangeStreamCaptureMode", made.exchange_capture_mode) &&
+           look_up(library, "hipSetDevice", hip_set_device);
+  }
+  return look_up(library, "cuEventQuery", made.query_event) &&
+         look_up(library, "cuThreadExchangeStreamCaptureMode", made.exchange_capture_mode) &&
+         look_up(library, "cuCtxGetCurrent", made.get_context) && look_up(library, "cuCtxSetCurrent", made.set_context);
+}
+
 bool look_up_cuda(void* library, Driver& made) {
   look_up(library, "cuCtxGetId", made.context_id);
   return look_up(library, "cuLaunchKernelEx", made.launch) &&
@@ -103,6 +130,7 @@ std::string open_driver(const char* driver_library, const char* torch_library) {
                         look_up(torch, "aoti_torch_get_current_cuda_stream", made.current_stream);  // HIP's, too
   if (!complete) return std::string("a function is missing: ") + dlerror();
   if (!look_up_sequences(gpu, is_hip, made)) made.wait_event = nullptr;
+  if (!look_up_producers(gpu, is_hip, made)) made.set_context = nullptr;
   found = made;
   [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return "";

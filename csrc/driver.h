@@ -1,5 +1,5 @@
-// The GPU's driver, CUDA's or HIP's, found at run time: the few functions that launches and sequences need, without
-// headers or libraries of either.
+// The GPU's driver, CUDA's or HIP's, found at run time: the few functions that launches, sequences and producers
+// need, without headers or libraries of either.
 #pragma once
 
 #include <cstddef>
@@ -50,8 +50,14 @@ struct Driver {
   int (*record_event)(void* event, void* stream) = nullptr;
   int (*await_event)(void* event) = nullptr;  // on the host
   int (*wait_event)(void* stream, void* event, unsigned flags) = nullptr;  // null if one of these is missing
+  // Of producers, which need those of sequences, too.
+  int (*query_event)(void* event) = nullptr;
+  int (*exchange_capture_mode)(int* mode) = nullptr;
+  int (*get_context)(void** context) = nullptr;  // of this thread; null if it has none. HIP: its device
+  int (*set_context)(void* context) = nullptr;   // null if one of these is missing
 
   bool issues_sequences() const { return wait_event != nullptr; }
+  bool runs_producers() const { return issues_sequences() && set_context != nullptr; }
 };
 
 // The functions found by `open_driver`; all null before.

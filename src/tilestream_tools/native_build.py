@@ -31,7 +31,7 @@ LIBRARY = HERE.parents[1] / "tilestream" / "_native" / "libtilestream_native.so"
 #: In an installed package, and in a source tree.
 SOURCES = (LIBRARY.parent / "csrc", HERE.parents[2] / "csrc")
 #: -fvisibility: what is not exported cannot clash with other libraries.
-FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
+FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 #: The newest GLIBCXX_3.4.N that distributions have beside their glibc 2.N.
 _BESIDE_GLIBC = ((19, 17), (22, 24), (24, 27), (25, 28), (28, 31), (29, 34), (30, 35), (32, 38), (33, 39))
 

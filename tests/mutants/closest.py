@@ -45,6 +45,8 @@ kernels.device.clock: kernels/portable/test_portable_arrival.py
 kernels.device.trace: kernels/portable/test_portable_trace.py
 core.sources: core/test_sources.py ops/test_grouped_sources.py
 arrival.by_source: ops/test_grouped_sources.py
+arrival.routed: native/test_native_experts.py
+arrival.filling: arrival/test_stream.py arrival/test_landing.py arrival/test_experts.py
 arrival.flat: arrival/test_device_signals.py ops/test_grouped_sources.py ops/test_op_arrival.py
 ops.grouped_sources: ops/test_grouped_sources.py
 kernels.device.sources: kernels/portable/test_portable_grouped_sources.py kernels/test_hopper_sources.py
@@ -135,6 +137,7 @@ plan.hooks: plan/test_tuned.py plan/test_plan.py
 plan.raster: plan/test_plan.py plan/test_publishes.py
 runtime.driver.base: runtime/test_launcher.py runtime/test_hip.py
 runtime.extension: native/test_native_sequence.py native/test_native_calls.py
+runtime.producer: native/test_native_producer.py
 runtime.sequence: native/test_native_sequence.py
 runtime.shutdown: test_exit.py
 """

@@ -74,14 +74,26 @@ int record(const Config* config, void* function, void** parameters) {
 
 int operations_left = -1;     // until all are refused; negative: none is
 int operation_code = 0;       // what a refused one answers
+bool refuse_once = false;     // one alone
+std::atomic<int> held_behind{-1};  // operations, until others are held back; negative: none is
+std::map<uint64_t, int> codes;     // of events that are asked for; others have not come
+std::atomic<int> relaxed{0};       // threads that have asked for relaxed captures
 uint64_t events = 0xE0;       // the newest event
 std::vector<uint64_t> destroyed;  // events
 std::vector<uint64_t> waited;     // events that the host has waited for
 
 int note(int64_t kind, uint64_t a, uint64_t b, uint64_t c = 0, uint64_t d = 0) {
   if (!has_context) return 201;
-  std::lock_guard lock(mutex);
-  if (operations_left == 0) return operation_code;
+  std::unique_lock lock(mutex);
+  while (held_behind >= 0 && operations.size() >= static_cast<size_t>(held_behind)) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    lock.lock();
+  }
+  if (operations_left == 0) {
+    if (refuse_once) operations_left = -1;
+    return operation_code;
+  }
   if (operations_left > 0) operations_left--;
   operations.push_back({kind, {a, b, c, d}});
   return 0;
@@ -101,6 +113,19 @@ int destroy_event(uint64_t event) {
 int wait_for(uint64_t event) {
   std::lock_guard lock(mutex);
   waited.push_back(event);
+  return 0;
+}
+
+int query(uint64_t event) {
+  if (!has_context) return 201;
+  std::lock_guard lock(mutex);
+  const auto found = codes.find(event);
+  return found == codes.end() ? 600 : found->second;
+}
+
+int exchange_mode(int* mode) {
+  relaxed += *mode == 2;
+  *mode = 0;
   return 0;
 }
 
@@ -155,10 +180,24 @@ void fake_forget() {
   operations.clear();
   destroyed.clear();
   waited.clear();
-  operations_left = -1;
+  codes.clear();
+  operations_left = held_behind = -1;
 }
 
-void fake_refuse_operations(int after, int code) { operations_left = after, operation_code = code; }
+void fake_refuse_operations(int after, int code) {
+  operations_left = after, operation_code = code, refuse_once = false;
+}
+
+void fake_refuse_one(int after, int code) { operations_left = after, operation_code = code, refuse_once = true; }
+
+void fake_hold_behind(int count) { held_behind = count; }
+
+void fake_event(uint64_t event, int code) {
+  std::lock_guard lock(mutex);
+  codes[event] = code;
+}
+
+int fake_relaxed() { return relaxed; }
 
 int64_t fake_operations(Operation* found, int64_t room) {
   std::lock_guard lock(mutex);
@@ -213,7 +252,14 @@ int hipEventCreateWithFlags(void** made, unsigned flags) { return make_event(mad
 
 int hipEventDestroy(uint64_t event) { return destroy_event(event); }
 
-int hipEventQuery(uint64_t) { return 600; }
+int hipEventQuery(uint64_t event) { return query(event); }
+
+int hipSetDevice(int made) {
+  device = made, has_context = 1;
+  return 0;
+}
+
+int hipThreadExchangeStreamCaptureMode(int* mode) { return exchange_mode(mode); }
 
 int hipEventSynchronize(uint64_t event) { return wait_for(event); }
 
@@ -284,7 +330,14 @@ int cuEventCreate(void** made, unsigned flags) { return make_event(made, flags);
 
 int cuEventDestroy_v2(uint64_t event) { return destroy_event(event); }
 
-int cuEventQuery(uint64_t) { return 600; }
+int cuEventQuery(uint64_t event) { return query(event); }
+
+int cuThreadExchangeStreamCaptureMode(int* mode) { return exchange_mode(mode); }
+
+int cuCtxSetCurrent(void* made) {
+  has_context = made != nullptr;
+  return 0;
+}
 
 int cuEventSynchronize(uint64_t event) { return wait_for(event); }
 

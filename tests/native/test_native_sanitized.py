@@ -22,7 +22,10 @@ SANITIZERS = {
     ),
 }
 #: Freed memory is held back to be watched; kernels and ends of processes have processes of their own.
-LEFT_OUT = "not memory_does_not_grow and not a_real_kernel and not an_end_of_a_process"
+LEFT_OUT = (
+    "not memory_does_not_grow and not a_real_kernel and not an_end_of_a_process and not a_process_ends and not forked"
+)
+FILES = "test_native_calls.py", "test_native_producer.py"
 
 
 def path_of(library: str) -> Path:
@@ -46,7 +49,7 @@ def test_a_sanitizer_finds_nothing_in_native_calls(libraries, sanitizer, tmp_pat
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow",
-            "-k", LEFT_OUT, Path(__file__).with_name("test_native_calls.py"),
+            "-k", LEFT_OUT, *(Path(__file__).with_name(name) for name in FILES),
         ],
         env=preloaded | {"TILESTREAM_TEST_SANITIZER": sanitizer},
         capture_output=True,
