@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tilestream.arrival import device, device_words, landing, lanes, publishing
-from tilestream.runtime import driver, graphs, sequence, streams
+from tilestream.runtime import driver, graphs, producer, sequence, streams
 
 #: The "device" of what is really in the CPU's memory.
 DEVICE = torch.device("cpu")
@@ -88,8 +88,14 @@ class Event:
 
     cuda: FakeCuda
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
         self.at: tuple[Stream, int] | None = None
+
+    @property
+    def cuda_event(self) -> int:
+        """Its handle: another than those of the driver's events."""
+        self.cuda.events.append(self)
+        return -len(self.cuda.events)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.cuda.current
@@ -204,7 +210,7 @@ class Driver:
         self._events[event] = here, here.issued
 
     def wait_event(self, stream: int, event: int) -> None:
-        at = self._at(event)
+        at = self._at(event) if event >= 0 else self._cuda.events[-1 - event].at
         if at is not None:
             self._give("wait_event", stream, at)
 
@@ -213,6 +219,9 @@ class Driver:
 
     def context_id(self) -> int:
         return 0
+
+    def error_name(self, code: int) -> str:
+        return f"code {code}"
 
     def has_come(self, event: int) -> bool:
         at = self._at(event)
@@ -235,6 +244,8 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.streams = [Stream(self, 0)]
         self.graph: Graph | None = None
+        #: Torch's events whose handles were asked for.
+        self.events: list[Event] = []
         #: Its block has ended: a stream that is given back after that is not lent again.
         self.over = False
         self._recorded: dict[tuple[int, int], torch.UntypedStorage] = {}
@@ -257,7 +268,8 @@ class FakeCuda:
         #: What is asked of the driver.
         self.driver = Driver(self)
         patch.setattr(driver, "current", lambda: self.driver)
-        patch.setattr(sequence, "library", lambda: None)
+        for module in (sequence, producer):
+            patch.setattr(module, "library", lambda: None)
         landing.filling.cache_clear()
         for module in (device, publishing):
             patch.setattr(module, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)

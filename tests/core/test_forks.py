@@ -20,8 +20,8 @@ SRC = Path(ts.__file__).parent
 #: Locks that a child has no use for, and why.
 ONLY_OF_THE_PARENT = {
     "arrival/files.py": "of threads that read a file, which the child does not have",
+    "arrival/filling.py": "of threads that fill a tensor, which the child does not have",
     "arrival/kernel_copies.py": "GPU: torch uses no GPU in a forked child",
-    "arrival/stream.py": "of threads that fill a tensor, which the child does not have",
     "distributed/call_queue.py": "GPU",
     "distributed/exchange.py": "of threads that send and receive, which the child does not have",
     "distributed/group_state.py: self": "of a process group, whose connections are the parent's",

@@ -225,6 +225,12 @@ class DeviceSignals(Publishing):
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
+    def error(self, epoch: int) -> BaseException | None:
+        """See `Signals`."""
+        if self.hear is not None:
+            self.hear()
+        return super().error(epoch)
+
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """Report that the producer cannot continue: chunks without an issued signal are at once signalled as failed.
 
@@ -240,6 +246,8 @@ class DeviceSignals(Publishing):
                 self._settle(stream)
                 for event in self._over.values():
                     stream.wait_event(event)
+                if self._lane is not None:
+                    self._lane.ready.hold(stream.cuda_stream)
                 missing = [chunk for chunk in range(self.count) if self._issued[chunk] < self.epoch]
                 # Chunks with an earlier epoch's signal in flight come last, so that no other chunk waits for it.
                 for chunk in sorted(missing, key=self._is_under_way):

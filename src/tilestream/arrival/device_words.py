@@ -12,7 +12,7 @@ kind may hold anything until `reset` (invariant 6).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ class DeviceWords(Signals):
     _in_graph_too = False
     #: Whether a chunk was left out.
     _left_out = False
+    #: Takes over what the native thread of this epoch has done, if it has ended: see `tilestream.arrival.routed`.
+    hear: Callable[[], object] | None = None
 
     def __init__(
         self, count: int, device: torch.device, words: torch.Tensor | None = None, lane: Lane | None = None
@@ -203,19 +205,31 @@ class DeviceWords(Signals):
     def begin_row(self, stream: torch.cuda.Stream) -> int:
         """Prepare this epoch's signals, which a sequence issues on ``stream``; returns the words' address."""
         self._settle(stream)
-        for last in {last for last in self._last if last is not None and last.stream != stream.cuda_stream}:
+        for last in self._signal_ends(stream):
             last.hold(stream)
         address: int = self._eager.data_ptr()
         return address
 
-    def end_row(self, chunks: Sequence[int], stream: torch.cuda.Stream, event: torch.cuda.Event | Event) -> None:
+    def end_row(
+        self, chunks: Sequence[int], stream: torch.cuda.Stream, event: torch.cuda.Event | Event,
+        epoch: int | None = None,
+    ) -> None:  # fmt: skip
         """Note that signals of these chunks were issued on ``stream``, and ``event`` recorded after them."""
-        last = Last(stream.cuda_stream, event)
+        last, value = Last(stream.cuda_stream, event), self.epoch if epoch is None else epoch
         if len(chunks) == self.count:
-            self._issued, self._last = [self.epoch] * self.count, [last] * self.count
+            self._issued, self._last = [value] * self.count, [last] * self.count
             return
         for chunk in chunks:
-            self._issued[chunk], self._last[chunk] = self.epoch, last
+            self._issued[chunk], self._last[chunk] = value, last
+
+    def left_some_out(self) -> None:
+        """Note that chunks of an epoch of which all signals were noted are not brought: see `leave_out`."""
+        self._left_out = True
+
+    @property
+    def ends_of_launches(self) -> tuple[torch.cuda.Event, ...]:
+        """Events after the launches of earlier epochs, which `retire` has recorded."""
+        return tuple(self._over.values())
 
     @staticmethod
     def _write(stream: torch.cuda.Stream, words: torch.Tensor, chunk: int, value: int) -> None:
@@ -275,9 +289,14 @@ class DeviceWords(Signals):
         with self._bell:
             self.epoch += 1
 
-    def retire(self) -> None:
-        """End the epoch of the launches so far: `fail` then waits for their end."""
+    def retire(self, ahead: int | None = None) -> None:
+        """End the epoch of the launches so far: `fail` then waits for their end.
+
+        ``ahead``: the handle of a stream on which the lane's `ready` event has been recorded since.
+        """
         with self._bell:
+            if ahead is not None:
+                self._users.pop(ahead, None)
             self._retire()
 
     def clear(self) -> None:
@@ -317,6 +336,9 @@ class DeviceWords(Signals):
 
     def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[Last]:
         """The last signals on other streams."""
+        first = self._last[0] if self._last else None
+        if first is not None and first.stream == stream.cuda_stream and self._last.count(first) == self.count:
+            return frozenset()  # as behind each whole filling
         return frozenset(last for last in self._last if last is not None and last.stream != stream.cuda_stream)
 
     # Looking -------------------------------------------------------------------------------------------------------

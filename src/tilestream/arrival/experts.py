@@ -4,7 +4,7 @@
 
     offsets on the host:   all copies are issued at once, in the order of `tilestream.core.groups.by_load`
     offsets on the GPU:    copied to pinned memory after the router; a thread, not the caller, waits for that copy
-                           and issues the experts' copies in that order
+                           and issues the experts' copies in that order: `tilestream.arrival.routed`
     an expert's copy:      its signal follows it; experts without rows are not copied, nor signalled to a GPU
 
 A kernel that reads the same offsets takes the groups in the same order, so it waits only for the next copy.
@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.filling import Order
+from tilestream.arrival.routed import OffsetsCopy, ordered
 from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, ignore, unversioned
-from tilestream.arrival.stream import Order, Stream, onto, target_of
+from tilestream.arrival.stream import Stream, onto, target_of
 from tilestream.core.errors import kind_of
-from tilestream.core.groups import by_load
-from tilestream.runtime.streams import on_device
 
 _OP = "stream_experts"
 Claim = Callable[[int, int], Job]
@@ -112,7 +112,7 @@ class _Route:
 
     def __init__(self, weights: torch.Tensor, target: torch.device) -> None:
         self._like, self._target = (weights.shape, weights.stride(), weights.dtype), target
-        self._ends: torch.Tensor | None = None
+        self._copy: OffsetsCopy | None = None
 
     def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
         """See `Route`."""
@@ -129,7 +129,7 @@ class _Route:
             there = "" if self._target.type == "cpu" else f" or on {self._target}"
             raise ValueError(f"{_OP}: offsets is on {offsets.device}; it must be on the CPU{there}")
         ends = None if offsets.is_cuda else offsets.tolist()
-        ordered = None if ends is None else _ordered(ends)  # raises before anything is changed
+        order = None if ends is None else ordered(ends)  # raises before anything is changed
         if weights is not None:
             turned = _check_weights(weights)
             if (weights.shape, weights.stride(), weights.dtype) != self._like:
@@ -143,34 +143,23 @@ class _Route:
             else:
                 source.tensor = host
         self.ends = ends
-        if ordered is None:
+        if order is None:
             source.readers = 1
             return self._behind_the_router(offsets)
         # A copy on the CPU takes a core's time; a copy from pinned memory to the GPU is issued without waiting.
         source.readers = int(self._target.type == "cpu" or not source.tensor.is_pinned())
-        return lambda: ordered
+        return lambda: order
 
     def _behind_the_router(self, offsets: torch.Tensor) -> Order:
         """Copy offsets to the host on the current stream; the returned `Order` waits for the copy."""
-        if self._ends is None:
-            self._ends = torch.empty(offsets.shape, dtype=torch.int32, pin_memory=True, device="cpu")
-        ends = self._ends
-        with on_device(offsets.device), torch.inference_mode():
-            ends.copy_(offsets.detach(), non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)
-            copied.record()
-
-        def order() -> tuple[list[int], int]:
-            copied.synchronize()
-            return _ordered(ends.tolist())
-
-        return order
-
-
-def _ordered(ends: list[int]) -> tuple[list[int], int]:
-    if any(begin > end for begin, end in zip([0, *ends], ends, strict=False)):
-        raise ValueError(f"{_OP}: offsets={ends}; they do not fall, and begin at 0 or above")
-    return by_load(ends)
+        before = self._copy
+        if before is not None and before.has_come:
+            ends = before.ends
+        else:
+            with torch.inference_mode(False):
+                ends = torch.empty(offsets.shape, dtype=torch.int32, pin_memory=True, device="cpu")
+        self._copy = OffsetsCopy(offsets, ends)
+        return self._copy
 
 
 def _claim_nothing(begin: int, end: int) -> Job:

@@ -17,6 +17,7 @@ from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.lanes import Lane, event_on
 from tilestream.arrival.sources import as_rows, unversioned
 from tilestream.runtime.graphs import keep, let_go
+from tilestream.runtime.producer import Job, Producer
 from tilestream.runtime.sequence import (
     MOST_OPERATIONS,
     CopyIn,
@@ -38,8 +39,16 @@ if TYPE_CHECKING:
 
 #: Seconds for which the host polls without sleeping: a sleep of any length takes a tenth of a millisecond or more.
 _SPIN_SECONDS = 0.02
-#: Sources that were dropped during a capture, and the events after their copies; kept until the next filling.
-_kept: list[tuple[torch.Tensor, Event]] = []
+#: Sources that were dropped during a capture, or replaced while they are copied, and the events after their copies;
+#: kept until the next filling.
+_kept: list[tuple[torch.Tensor, Event | torch.cuda.Event]] = []
+
+
+def _let_sources_go() -> None:
+    """Drop the sources whose copies are done, in eager fillings and in graphs that are gone."""
+    let_go()
+    if _kept:
+        _kept[:] = [(source, landed) for source, landed in _kept if not landed.query()]
 
 
 class Landing:
@@ -122,12 +131,17 @@ class DeviceLanding(Landing):
         self._device = device
         self._lane = lane
         self.stream = lane.stream
-        self.take(host)
+        self._read(host)
         # The allocator reuses freed memory only after the copies into it (invariant 9).
         self.tensor.record_stream(self.stream)
 
     def take(self, host: torch.Tensor) -> None:
         """Copy rows from ``host``, of the tensor's shape and dtype, from now on."""
+        if self.in_place and host.data_ptr() != self._host.data_ptr() and not self._lane.landed.query():
+            _kept.append((self._host, event_on(self.stream)))  # torch's allocator knows only torch's copies
+        self._read(host)
+
+    def _read(self, host: torch.Tensor) -> None:
         self._host = host
         self._is_pinned = host.is_pinned()
         #: Whether the driver copies the rows directly from the source, without torch.
@@ -174,9 +188,7 @@ class DeviceLanding(Landing):
         """See `Landing`. If the driver refuses an operation, only the chunks that were signalled before it arrive."""
         if not self.in_place:
             return False
-        let_go()
-        if _kept:
-            _kept[:] = [(source, landed) for source, landed in _kept if not landed.query()]
+        _let_sources_go()
         lane, signals = self._lane, cast("DeviceSignals", signals)
         sequences, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
         words = signals.begin_row(self.stream)
@@ -198,6 +210,47 @@ class DeviceLanding(Landing):
             raise
         signals.end_row(range(chunks.count), self.stream, lane.landed)
         return True
+
+    @property
+    def producer(self) -> Producer | None:
+        """The lane's native thread; None without the extension, or if the driver cannot copy the source directly."""
+        return self._lane.producer if self.in_place else None
+
+    def hand_over(
+        self, producer: Producer, ends: torch.Tensor, chunks: Chunks, signals: DeviceSignals
+    ) -> tuple[torch.cuda.Event, ...]:
+        """Have the thread fill the experts of ``ends``, once the current stream's work so far is done.
+
+        Parameters
+        ----------
+        ends
+            ``int32[experts]`` in pinned memory, which that work writes.
+        chunks
+            An expert each, all of one size.
+
+        Returns
+        -------
+        tuple[torch.cuda.Event, ...]
+            Events that must live until the thread has ended.
+        """
+        lane, (begin, end) = self._lane, chunks.range_of(0)
+        size = (end - begin) * self._host.shape[-1] * self._host.element_size()
+        words = signals.begin_row(self.stream)
+        lane.behind = behind = torch._C._cuda_getCurrentRawStream(self._device.index)
+        with on_device(self._device):
+            lane.ready.record(behind)
+            signals.retire(behind)
+            readers = signals.ends_of_launches
+            producer.start(Job(
+                lane.ready.handle, ends.data_ptr(), chunks.count, size, self.tensor.data_ptr(), self._host.data_ptr(),
+                words, signals.epoch, lane.handle, lane.landed.handle, [event.cuda_event for event in readers],
+            ))  # fmt: skip
+        _let_sources_go()
+        return readers
+
+    def note(self, chunks: range | list[int], signals: DeviceSignals, epoch: int) -> None:
+        """Note that the native thread has issued the copies and signals of ``chunks`` in ``epoch``."""
+        signals.end_row(chunks, self.stream, self._lane.landed, epoch)
 
     def fill_in_graph(self, chunks: Chunks, pivot: int, signals: DeviceSignals) -> None:
         """Have the graph that the current stream is captured into copy and signal all rows at each replay.

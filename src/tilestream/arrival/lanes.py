@@ -11,12 +11,16 @@ is missing, was written on another stream, or has failed.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 
 import torch
 
+from tilestream.runtime.producer import Producer
 from tilestream.runtime.sequence import Event
 from tilestream.runtime.streams import give_back, lend
+
+logger = logging.getLogger(__name__)
 
 #: The most kinds of idle lanes, and the most idle lanes of a kind.
 _MOST_KINDS, _MOST_IDLE = 64, 8
@@ -51,6 +55,9 @@ class Words:
 class Lane:
     """See the module."""
 
+    _producer: Producer | None = None
+    _has_no_producer = False
+
     def __init__(self, count: int, device: torch.device) -> None:
         self._kind = device.index, count
         self.words = Words(count, device)
@@ -68,6 +75,17 @@ class Lane:
         #: Whether the last epoch left a chunk out, for which a launch may still wait.
         self.awaited = False
         self.users: dict[int, torch.cuda.Stream] = {}
+
+    @property
+    def producer(self) -> Producer | None:
+        """Its native thread, which is started on first use; None without the extension."""
+        if self._producer is None and not self._has_no_producer:
+            try:
+                self._producer = Producer()
+            except RuntimeError as error:
+                self._has_no_producer = True
+                logger.debug("no native thread: %s", error)
+        return self._producer
 
     def leave(self, whole: bool) -> None:
         """Give the lane up. ``whole``: the last epoch's signals were all issued, on its stream, and none failed."""

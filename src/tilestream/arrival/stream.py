@@ -6,27 +6,26 @@ import functools
 import math
 import operator
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, final
 
 import torch
 
-from tilestream.arrival import lanes
+from tilestream.arrival import lanes, routed
 from tilestream.arrival.arrival import Arrival, as_device
 from tilestream.arrival.files import RangeReader, find_matrix
+from tilestream.arrival.filling import Filling, Issued, Order, countdown
 from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.signals import Signals
-from tilestream.arrival.sources import Job, Source, file_source, ignore, iterator_source, row_count, tensor_source
+from tilestream.arrival.sources import Source, file_source, iterator_source, row_count, tensor_source
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Chunks
-from tilestream.core.errors import ProducerStopped, kind_of
+from tilestream.core.errors import kind_of
 from tilestream.core.groups import by_load
 from tilestream.core.schedule import MOST_QUEUES
-from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.streams import on_device
 
@@ -54,10 +53,6 @@ Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
 open_streams: dict[int, weakref.ref[Stream]] = {}
 
 
-#: See `_Filling`.
-Order = Callable[[], tuple[Sequence[int], int]]
-
-
 class Route(Protocol):
     """The chunk order of a step of `stream_experts`: see `tilestream.arrival.experts`."""
 
@@ -66,166 +61,6 @@ class Route(Protocol):
 
     def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
         """The order of a step's chunks; ``weights``, if given, become the data of ``source``."""
-
-
-class _Filling:
-    """One filling of the tensor: the threads that read its chunks, and land and signal them in order.
-
-    The order holds even if a later chunk is read first: a page that two chunks share is read with the chunk that was
-    claimed first, so the later chunk is complete only when both are.
-
-    ``order`` is called by the first thread. It returns the order of the chunks, and the number of them that are wanted.
-    The other chunks are not read: see `Signals.leave_out`. None: all chunks, from the pivot's on.
-    """
-
-    def __init__(
-        self, arrival: Arrival, chunks: Chunks, source: Source, landing: Landing, order: Order | None = None
-    ) -> None:  # fmt: skip
-        self._arrival, self._chunks, self._source, self._landing = arrival, chunks, source, landing
-        self._epoch = arrival.epoch
-        self._order: Sequence[int] = [(arrival.pivot + step) % chunks.count for step in range(chunks.count)]
-        self._wanted, self._ask = chunks.count, order
-        self._lock = threading.Lock()
-        self._claimed = 0
-        self._brought: set[int] = set()
-        self._signalled = 0
-        self.stop = threading.Event()
-        self.cpu_seconds = 0.0
-        readers = min(source.readers, chunks.count)
-        self._running = max(readers, 1)
-        self.threads: list[threading.Thread] = []
-        landing.begin()
-        if not readers:
-            self._run()
-            return
-        shutdown.register(self)
-        try:
-            for i in range(readers):
-                thread = threading.Thread(target=self._run, name=f"tilestream-producer-{i}", daemon=True)
-                thread.start()
-                self.threads.append(thread)
-        except BaseException:  # a thread could not start: the others must not outlive the source
-            self.stop.set()
-            self.join(None)
-            raise
-
-    def halt(self) -> None:
-        """Have the threads end after their present chunks."""
-        self.stop.set()
-
-    def stop_at_exit(self, timeout: float) -> None:
-        """See `tilestream.runtime.shutdown`."""
-        self.stop.set()
-        self.join(timeout)
-
-    def finish_issuing(self) -> None:
-        """Wait for the threads, without the copies that they have issued."""
-        for thread in self.threads:
-            thread.join()
-
-    @property
-    def left_out(self) -> Sequence[int]:
-        """The chunks that are not brought, once a thread has asked for the order."""
-        return () if self._ask is not None else self._order[self._wanted :]
-
-    @property
-    def issued(self) -> bool:
-        """Whether the threads have ended."""
-        return not any(thread.is_alive() for thread in self.threads)
-
-    @property
-    def done(self) -> bool:
-        """Whether the threads have ended, and the copies that they issued are done."""
-        return self.issued and self._landing.settled(0.0)
-
-    def join(self, timeout: float | None) -> bool:
-        """Wait for the threads, and for the copies that they issued; whether all have ended.
-
-        If a thread of this filling calls it, it waits for the other threads only.
-        """
-        left = _countdown(timeout)
-        others = [thread for thread in self.threads if thread is not threading.current_thread()]
-        for thread in others:
-            thread.join(left())
-        return not any(thread.is_alive() for thread in others) and self._landing.settled(left())
-
-    def _run(self) -> None:
-        cpu = time.thread_time()
-        try:
-            while (claim := self._claim()) is not None:
-                step, job = claim
-                job()
-                self._deliver(step)
-        except BaseException as error:  # any error must reach the call that waits for the rest
-            try:
-                self._arrival.fail(error, epoch=self._epoch)  # before another reader reports ProducerStopped
-            finally:
-                self.stop.set()
-        finally:
-            with self._lock:
-                self.cpu_seconds += time.thread_time() - cpu
-                self._running -= 1
-                if not self._running:
-                    self._landing.end()
-                    self._source.close()  # no file stays open if the stream is never closed
-
-    def _claim(self) -> tuple[int, Job] | None:
-        with self._lock:
-            if self._ask is not None:
-                (self._order, self._wanted), self._ask = self._ask(), None
-            step = self._claimed
-            if step == self._chunks.count:
-                return None
-            chunk = self._order[step]
-            if self.stop.is_set():
-                raise ProducerStopped(f"stream_in: closed before chunk {chunk} was delivered")
-            self._claimed += 1
-            return step, self._source.claim(*self._chunks.range_of(chunk)) if step < self._wanted else ignore
-
-    def _deliver(self, step: int) -> None:
-        with self._lock:
-            self._brought.add(step)
-            with self._landing.issuing():
-                while self._signalled in self._brought:
-                    chunk = self._order[self._signalled]
-                    if self._signalled < self._wanted:
-                        self._landing.land(*self._chunks.range_of(chunk))
-                        self._arrival.signal(chunk, epoch=self._epoch)
-                    else:
-                        self._arrival._signals.leave_out(chunk, self._epoch)
-                    self._signalled += 1
-            last = self._signalled == self._chunks.count
-        if last:
-            self._source.end()
-
-
-class _Issued:
-    """A filling whose copies and signals were all issued when it began."""
-
-    cpu_seconds, issued, left_out = 0.0, True, ()
-
-    def __init__(self, landing: Landing) -> None:
-        self._landing = landing
-
-    @property
-    def done(self) -> bool:
-        """Whether the copies are done."""
-        return self._landing.settled(0.0)
-
-    def join(self, timeout: float | None) -> bool:
-        """Wait for the copies; whether they are done."""
-        return self._landing.settled(timeout)
-
-    def halt(self) -> None:
-        """Do nothing: no thread runs."""
-
-
-def _countdown(timeout: float | None) -> Callable[[], float | None]:
-    """A function that returns the seconds left of ``timeout``; None without a bound."""
-    if timeout is not None and not (hasattr(timeout, "__float__") and math.isfinite(timeout)):
-        raise ValueError(f"stream_in: timeout={timeout!r}; it must be a finite number of seconds, or None for no bound")
-    end = time.perf_counter() + (timeout or 0.0)
-    return lambda: None if timeout is None else max(0.0, end - time.perf_counter())
 
 
 @final
@@ -267,6 +102,8 @@ class Stream:
     def __del__(self) -> None:
         if hasattr(self, "_self"):
             self._shut()
+        if isinstance(getattr(self, "_filling", None), routed.Routed):
+            routed.hear_all()
 
     def _shut(self) -> None:
         """Remove this stream from the open ones."""
@@ -281,13 +118,19 @@ class Stream:
     def _begin(self) -> None:
         self.started = time.perf_counter()
         self._open()
-        self._filling: _Filling | _Issued | None = None
+        self._filling: Filling | Issued | routed.Routed | None = None
         if self._copies is not None:
             return
-        if self._source.readers or self._order is not None or not self._fill():
-            if isinstance(self._landing, DeviceLanding):
-                cast("DeviceSignals", self.arrival._signals).retire()  # the lane's earlier launches
-            self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing, self._order)
+        if not self._source.readers and self._order is None and self._fill():
+            return
+        if isinstance(self._landing, DeviceLanding):
+            if isinstance(self._order, routed.OffsetsCopy):
+                self._filling = routed.begin(self.arrival, self._chunks, self._landing, self._order)
+                if self._filling is not None:
+                    return
+                self._order.record()
+            cast("DeviceSignals", self.arrival._signals).retire()  # the lane's earlier launches
+        self._filling = Filling(self.arrival, self._chunks, self._source, self._landing, self._order)
 
     def _fill(self) -> bool:
         """Issue all copies at once, if the driver can copy the source's rows directly; whether it can."""
@@ -298,7 +141,7 @@ class Stream:
         except Exception as error:  # the error must reach the call that waits for the rest
             cast("DeviceSignals", signals).retire()
             self.arrival.fail(error)
-        self._filling = _Issued(self._landing)
+        self._filling = Issued(self._landing)
         return True
 
     @property
@@ -367,7 +210,7 @@ class Stream:
         """
         if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("stream_in: wait() while a CUDA graph is captured; give the Stream to what reads it")
-        left, signals = _countdown(timeout), self.arrival._signals
+        left, signals = countdown(timeout), self.arrival._signals
         begun = self._copies is None or self._copies.by_engine(signals, timeout)
         if not begun or not self._joined(left()):
             left_out = () if self._filling is None else self._filling.left_out
@@ -442,7 +285,7 @@ class Stream:
             self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
             self._open()
             return
-        if self.of_experts and isinstance(self._filling, _Filling):
+        if self.of_experts and self._filling is not None:
             self._filling.finish_issuing()  # it waits for the router of the step before, not for copies
         if self._filling is not None and not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
@@ -453,7 +296,7 @@ class Stream:
                 self._landing.take(self._source.tensor)
         self._source.rewind()
         torch._C._increment_version((self.tensor,))
-        if isinstance(self._filling, _Issued):
+        if isinstance(self._filling, Issued | routed.Routed):
             cast("DeviceSignals", self.arrival._signals).advance_at_once()
         else:
             self.arrival.advance()
@@ -490,7 +333,7 @@ class Stream:
         A producer that is blocked in foreign code (an iterator that never yields) cannot be stopped: after ``timeout``
         seconds `close` returns, and the producer's thread keeps the tensor alive until it ends (invariant 9).
         """
-        _countdown(timeout)  # checks it
+        countdown(timeout)  # checks it
         if self._filling is None:
             return self._copies is None or self._copies.pending or self._joined(timeout)
         self._filling.halt()
