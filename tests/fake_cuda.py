@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,6 +272,9 @@ class FakeCuda:
         for module in (sequence, producer):
             patch.setattr(module, "library", lambda: None)
         landing.filling.cache_clear()
+        patch.setattr(landing, "_kept", deque())
+        patch.setattr(landing, "_spare", {})
+        patch.setattr(streams, "_identity", None)
         for module in (device, publishing):
             patch.setattr(module, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
         patch.setattr(lanes, "_idle", {})

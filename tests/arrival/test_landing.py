@@ -454,23 +454,45 @@ class TestLanes:
             "the others' streams were given back"
         )
 
-    def test_the_source_outlives_a_dropped_stream_by_a_copy_of_torchs(self, cuda, monkeypatch):
-        copied, copy = [], torch.Tensor.copy_
-        monkeypatch.setattr(
-            torch.Tensor, "copy_",
-            lambda to, other, non_blocking=False: copied.append((other.data_ptr(), cuda.current)) or copy(to, other),
-        )  # fmt: skip
-        x = self.stream(cuda)
-        source, lane = x._source.tensor.data_ptr(), x._landing._lane
-        del x
-        assert copied == [(source, lane.stream)], "behind the copies that read it"
+    def test_the_source_outlives_a_dropped_stream_until_a_filling_behind_its_copies(self, cuda):
+        gone = []
+        for _ in range(3):  # one behind the other on one lane, none of them copied
+            x = self.stream(cuda)
+            gone.append(weakref.ref(x._source.tensor))
+            cuda._pinned.clear()
+            lane = x._landing._lane
+            del x
+        assert [source() is None for source in gone] == [False] * 3
+        lane.stream.run(2 + 6 + 1)  # of the first: waits, copies and signals, the event behind them is no work
+        self.stream(cuda)
+        assert [source() is None for source in gone] == [True, False, False], "each by its own copies"
+        cuda.run()
         y = self.stream(cuda)
+        assert [source() is None for source in gone] == [True] * 3
+        events = cuda.driver._events
+        count = len(events)
         y.wait()
         del y
-        assert len(copied) == 1, "none where nothing is under way"
+        assert not landing._kept, "nothing is under way"
+        for _ in range(5):
+            z = self.stream(cuda)
+            del z
+            cuda.run()
+        assert len(events) <= count + 1, "events are used again"
 
-    def test_a_source_that_is_dropped_in_a_capture_is_kept_until_the_next_filling(self, cuda, monkeypatch):
-        monkeypatch.setattr(landing, "_kept", [])
+    def test_a_source_is_kept_though_the_driver_makes_no_event(self, cuda, monkeypatch):
+        x, waited = self.stream(cuda), []
+
+        def refuse():
+            raise RuntimeError("the driver made no event")
+
+        monkeypatch.setattr(cuda.driver, "create_event", refuse)
+        monkeypatch.setattr(cuda.driver, "await_event", waited.append)
+        landed = x._landing._lane.landed.handle
+        del x
+        assert waited == [landed]
+
+    def test_a_source_that_is_dropped_in_a_capture_is_kept_until_the_next_filling(self, cuda):
         x = self.stream(cuda)
         source = weakref.ref(x._source.tensor)
         cuda._pinned.clear()

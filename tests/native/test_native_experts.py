@@ -17,7 +17,7 @@ from error_rule import rand
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from forked import forks, in_a_child
 from grouped_cases import offsets_of
-from tilestream.arrival import experts, landing, lanes, routed
+from tilestream.arrival import experts, lanes, routed
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.filling import Filling
@@ -97,7 +97,6 @@ def gpu(libraries, driver, monkeypatch):
     driver.library.fake_operations.restype = ctypes.c_int64
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *how, pin_memory=False, **more: empty(*how, **more))
-    monkeypatch.setattr(landing, "_kept", [])
     with fake_cuda() as cuda:
         monkeypatch.setattr(producer, "library", lambda: library)
         yield Gpu(cuda, asked)

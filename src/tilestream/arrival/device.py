@@ -18,7 +18,7 @@ from tilestream.arrival.publishing import Publishing
 from tilestream.core.copy_items import CopyArguments
 from tilestream.runtime.driver import capture_id, follow_nodes
 from tilestream.runtime.graphs import Branch, keep
-from tilestream.runtime.streams import aside
+from tilestream.runtime.streams import aside, current_stream
 
 
 class GateWords(NamedTuple):
@@ -110,7 +110,7 @@ class DeviceSignals(Publishing):
             If the launch is captured, and nothing in the graph would signal, or another launch of the graph zeroes the
             signals; or if another thread is issuing the matmul that signals.
         """
-        stream = torch.cuda.current_stream(self._device)
+        stream = current_stream(self._device)
         self._settle(stream)
         self._come_behind_matmul(stream)
         if self.local_rows is not None and not local_rows:

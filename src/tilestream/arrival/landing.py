@@ -7,8 +7,9 @@ import functools
 import sys
 import time
 from bisect import bisect_right
+from collections import deque
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -30,7 +31,7 @@ from tilestream.runtime.sequence import (
     WaitEvent,
     Write,
 )
-from tilestream.runtime.streams import on_device
+from tilestream.runtime.streams import current_stream, on_device
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
@@ -39,16 +40,47 @@ if TYPE_CHECKING:
 
 #: Seconds for which the host polls without sleeping: a sleep of any length takes a tenth of a millisecond or more.
 _SPIN_SECONDS = 0.02
-#: Sources that were dropped during a capture, or replaced while they are copied, and the events after their copies;
-#: kept until the next filling.
-_kept: list[tuple[torch.Tensor, Event | torch.cuda.Event]] = []
+
+
+class _Kept(NamedTuple):
+    """A source that was dropped or replaced while it is copied: torch's pinned allocator knows only torch's copies."""
+
+    source: torch.Tensor
+    landed: Event  # after its copies
+    #: The device where the event is used again; None if it is a lane's.
+    device: torch.device | None
+
+
+#: Kept until a filling begins or ends after they were copied. Any thread may append, also the garbage collector.
+_kept: deque[_Kept] = deque()
+#: Events that are used again.
+_spare: dict[torch.device, list[Event]] = {}
+
+
+def _keep(source: torch.Tensor, lane: Lane) -> None:
+    """Keep ``source`` until the copies that are issued on the lane's stream are done."""
+    device = lane.stream.device
+    with on_device(device):
+        try:
+            landed = _spare[device].pop()
+        except LookupError:
+            landed = Event()
+        landed.record(lane.handle)
+    _kept.append(_Kept(source, landed, device))
 
 
 def _let_sources_go() -> None:
     """Drop the sources whose copies are done, in eager fillings and in graphs that are gone."""
     let_go()
-    if _kept:
-        _kept[:] = [(source, landed) for source, landed in _kept if not landed.query()]
+    for _ in range(len(_kept)):
+        try:
+            one = _kept.popleft()
+        except IndexError:  # another thread was faster
+            return
+        if not one.landed.query():
+            _kept.append(one)
+        elif one.device is not None:
+            _spare.setdefault(one.device, []).append(one.landed)
 
 
 class Landing:
@@ -127,7 +159,6 @@ class DeviceLanding(Landing):
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
         with inference:
             super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
-            self._places = unversioned(self.tensor)
         self._device = device
         self._lane = lane
         self.stream = lane.stream
@@ -138,7 +169,7 @@ class DeviceLanding(Landing):
     def take(self, host: torch.Tensor) -> None:
         """Copy rows from ``host``, of the tensor's shape and dtype, from now on."""
         if self.in_place and host.data_ptr() != self._host.data_ptr() and not self._lane.landed.query():
-            _kept.append((self._host, event_on(self.stream)))  # torch's allocator knows only torch's copies
+            _keep(self._host, self._lane)
         self._read(host)
 
     def _read(self, host: torch.Tensor) -> None:
@@ -148,18 +179,16 @@ class DeviceLanding(Landing):
         self.in_place = self._is_pinned and host.is_contiguous()
 
     def __del__(self) -> None:
-        """Have torch's pinned allocator keep the source for copies in flight: it knows only torch's copies."""
+        """Keep the source for copies in flight."""
         if not getattr(self, "in_place", False) or sys.is_finalizing():
             return
         landed = self._lane.landed
         try:
             if torch.cuda.is_current_stream_capturing():  # querying an event would end the capture
-                _kept.append((self._host, landed))
+                _kept.append(_Kept(self._host, landed, None))
             elif not landed.query():
-                with torch.cuda.stream(self.stream), torch.inference_mode():
-                    mark = torch.empty(1, dtype=self._host.dtype, device=self._device)
-                    mark.copy_(self._host.view(-1)[:1], non_blocking=True)
-        except Exception:  # no memory for one element
+                _keep(self._host, self._lane)
+        except Exception:  # the driver made no event
             landed.synchronize()
 
     @property
@@ -169,9 +198,10 @@ class DeviceLanding(Landing):
 
     def begin(self) -> None:
         """See `Landing`."""
+        _let_sources_go()
         # Once a filling, because this copies the source if its rows cannot be a view.
-        self._rows = as_rows(self._host)
-        current = torch.cuda.current_stream(self._device)
+        self._rows, self._places = as_rows(self._host), unversioned(self.tensor)
+        current = current_stream(self._device)
         self._lane.behind = current.cuda_stream
         self.stream.wait_stream(current)
 

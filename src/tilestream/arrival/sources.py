@@ -67,9 +67,13 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
         raise ValueError(f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions")
     if source.requires_grad:
         source = source.detach()
-    what = f"a CPU tensor {list(source.shape)} {str(source.dtype)[6:]}"
+    shape, dtype = source.shape, source.dtype
+
+    def describe() -> str:
+        return f"a CPU tensor {list(shape)} {str(dtype)[6:]}"
+
     if onward:
-        return Source(source, lambda: what, lambda begin, end: ignore, readers=0 if source.is_pinned() else 1)
+        return Source(source, describe, lambda begin, end: ignore, readers=0 if source.is_pinned() else 1)
     tensor = _destination(source.shape, source.dtype)
     places = unversioned(tensor)
 
@@ -77,7 +81,7 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
         with torch.inference_mode():  # the source may be an inference tensor
             places[begin:end].copy_(as_rows(source)[begin:end])
 
-    return Source(tensor, lambda: f"{what}, copied", lambda begin, end: lambda: copy(begin, end))
+    return Source(tensor, lambda: f"{describe()}, copied", lambda begin, end: lambda: copy(begin, end))
 
 
 def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Source:

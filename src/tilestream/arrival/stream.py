@@ -488,7 +488,8 @@ def target_of(op: str, source: Streamable, device: str | torch.device | None) ->
         raise NotImplementedError(f"{op}: device={str(device)!r}; tensors stream to the CPU and to GPUs")
     if target.type == "cpu":
         return target
-    if not torch.cuda.is_available():
+    # The first question is cheap, and a pinned source has answered it.
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
         raise NotImplementedError(f"{op}: device={str(device)!r}; torch sees no GPU here: stream to the CPU")
     if torch.cuda.is_current_stream_capturing():
         again = "and call its restart() in it: each replay copies then"
