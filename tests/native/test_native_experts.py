@@ -332,6 +332,45 @@ def test_weights_that_are_replaced_are_kept_until_they_are_copied(gpu):
     gpu.finish(stream)
 
 
+def test_the_garbage_collector_hears_nothing_of_a_filling_that_is_being_handed_over(gpu, monkeypatch):
+    """Of its thread only the job before has ended."""
+    stream = gpu.stream(weights(), ends := offsets_of(SIZES))
+    gpu.finish(stream)
+    assert stream.wait(LONG)[2].equal(weights()[2])
+    start = producer.Producer.start
+
+    def collected(self, job):
+        routed.hear_all()
+        start(self, job)
+
+    monkeypatch.setattr(producer.Producer, "start", collected)
+    stream.restart(ends)
+    assert not stream._filling.issued
+    gpu.finish(stream)
+    assert stream.wait(LONG)[2].equal(weights()[2])
+
+
+def test_the_garbage_collector_waits_for_no_lock(gpu):
+    stream, held, go = gpu.stream(weights(), offsets_of(SIZES)), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with stream.arrival._signals._bell:
+            held.set()
+            go.wait(LONG)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    gpu.route(stream)
+    assert stream._filling._producer.wait(LONG)
+    routed.hear_all()
+    assert routed._under_way
+    go.set()
+    thread.join()
+    routed.hear_all()
+    assert not routed._under_way
+
+
 @forks
 def test_a_forked_child_does_not_hang(gpu):
     stream = gpu.stream(weights(), offsets_of(SIZES))

@@ -341,6 +341,9 @@ def test_without_the_extension_there_is_none(monkeypatch):
     monkeypatch.setattr(module, "library", lambda: None)
     with pytest.raises(RuntimeError, match="producer: there is no native extension"):
         Producer()
+    monkeypatch.setattr(module, "library", lambda: ctypes.CDLL(None))
+    with pytest.raises(RuntimeError, match="producer: the native extension is older"):
+        Producer()
 
 
 PROGRAM = """

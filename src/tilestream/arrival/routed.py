@@ -98,18 +98,19 @@ def begin(arrival: Arrival, chunks: Chunks, landing: DeviceLanding, order: Offse
 def hear_all() -> None:
     """Take over what threads that have ended have done, and drop what they needed.
 
-    The garbage collector may call this, also during a capture, which a question to the driver would end.
+    The garbage collector may call this: during a capture, which a question to the driver would end, and in a thread
+    that holds locks. So it waits for none.
     """
     if _under_way and not sys.is_finalizing() and not torch.cuda.is_current_stream_capturing():
         for filling in list(_under_way):
-            filling.hear()
+            filling.hear(blocking=False)
 
 
 class Routed:
     """One filling of experts, issued by a native thread; has the methods of `Filling`."""
 
     cpu_seconds = 0.0
-    _has_issued_all = False
+    _has_begun = _is_heard = _has_issued_all = False
     #: Events that the thread may use.
     _readers: tuple[torch.cuda.Event, ...] = ()
 
@@ -117,7 +118,6 @@ class Routed:
         self._arrival, self._landing, self._order, self._producer = arrival, landing, order, producer
         self._signals = cast("DeviceSignals", arrival._signals)
         self._epoch = arrival.epoch
-        self._is_heard = False
         shutdown.register(self)
 
     def start(self, chunks: Chunks) -> None:
@@ -126,8 +126,10 @@ class Routed:
         self._signals.hear = self.hear
         try:
             self._readers = self._landing.hand_over(self._producer, self._order.ends, chunks, self._signals)
+            self._has_begun = True
         except BaseException as error:
-            if not self._producer.is_busy:
+            self._has_begun = self._producer.is_busy
+            if not self._has_begun:
                 self._give_up(error)
             if not isinstance(error, Exception):
                 raise
@@ -184,18 +186,21 @@ class Routed:
         self._producer.wait(timeout)
         self.hear()
 
-    def hear(self) -> bool:
-        """Note what the thread has signalled, or why it failed, if it has ended; whether it has."""
+    def hear(self, blocking: bool = True) -> bool:
+        """Note what the thread has signalled, or why it failed, if it has ended; whether it has, and that is noted.
+
+        ``blocking``: wait while another thread has the signals' lock.
+        """
         if self._is_heard:
             return True
-        if self._producer.is_busy:
+        if not self._has_begun or self._producer.is_busy or not self._signals._bell.acquire(blocking):
             return False
-        with self._signals._bell:
+        try:
             if not self._is_heard:
-                try:
-                    self._note(self._producer.outcome())
-                finally:
-                    self._is_heard = True
+                self._note(self._producer.outcome())
+        finally:
+            self._is_heard = True
+            self._signals._bell.release()
         return True
 
     def _note(self, outcome: Outcome) -> None:

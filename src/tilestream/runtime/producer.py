@@ -81,6 +81,8 @@ class Producer:
         found = library()
         if found is None:
             raise RuntimeError("producer: there is no native extension")
+        if not hasattr(found, "tilestream_producer_make"):
+            raise RuntimeError("producer: the native extension is older: python -m tilestream_tools.native_build")
         self._library = found
         for name, result, arguments in (
             ("make", ctypes.c_void_p, (ctypes.c_void_p,)),
