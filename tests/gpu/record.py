@@ -35,7 +35,7 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-o", "addopts="]
 FILES = {
     "hopper": ("hopper",),
     "attention": ("attention", "hopper_attention"),
-    "alone": ("again", "arrival", "arrival_order", "copy_items", "gate", "demo"),
+    "alone": ("again", "arrival", "arrival_order", "copy_items", "experts", "gate", "demo"),
     "distributed": ("distributed", "graph_ranks", "moe_ranks", "invariant_ranks"),
     "sanitizers": ("consan", "sanitize"),
     "others": (),

@@ -110,7 +110,7 @@ def plan(
         Hopper: force ``"cooperative"``, ``"triple"``, ``"ping_pong"``, ``"single"`` or ``"paired"``, and the depth of
         the ring.
         ``"paired"`` are two CTAs of a cluster, which no plan takes by itself: on an H100 they are slower. ``"triple"``
-        are three consumers on tiles of 192 rows, likewise: their speed is not measured yet. CDNA:
+        are three consumers on tiles of 192 rows: on an H200 they gain nothing. CDNA:
         ``"direct"`` or ``"staged"``. The portable kernel on Hopper: ``"one_tile"``, programs that have a tile or a
         share of its K each, for small products.
     registers
