@@ -136,8 +136,8 @@ TILES = (
     Tile("cooperative", 128, 16, 2),
 )
 #: Tiles of three consumers, for waves that end badly with others. Plans take none unless ``variant=`` forces it: of
-#: 3072 x 3072 x 3072 in bfloat16 192x192 takes 84 us on an H200, and the plan's 192x128 79, though both are 97 % of whole
-#: waves. A math warp has 160 registers, and the ring three stages.
+#: 3072 x 3072 x 3072 in bfloat16 192x192 takes 84 us on an H200, and the plan's 192x128 79, though both are 97 % of
+#: whole waves. A math warp has 160 registers, and the ring three stages.
 TRIPLE = (Tile("triple", 192, 192), Tile("triple", 192, 160))
 #: Tiles of two CTAs that read an operand from L2 once for both: see `tilestream.kernels.hopper.pair`. In a K
 #: step 256 x 256 reads 512 rows of operands from L2, and two CTAs of 128 x 256 by themselves 768. Plans take
