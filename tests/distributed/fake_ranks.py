@@ -219,7 +219,9 @@ def patch_driver(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> Clock:
     clock, events = Clock(cuda), []
 
     class Event(torch.cuda.Event):
-        """As torch's: sequences know it by a handle."""
+        """As torch's: sequences know it by a handle, its place among the world's events."""
+
+        cuda_event = 0
 
         def __init__(self) -> None:
             super().__init__()

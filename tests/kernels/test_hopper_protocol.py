@@ -27,6 +27,7 @@ from turns import operations
 from mutants import kernel_text
 from mutants.engine import Edit, at, replace
 from tilestream.core import chunks, ring, structs
+from tilestream.core.consumers import sharing
 from tilestream.core.copy_items import CopyArguments
 from tilestream.core.loop import Announce, Compute, CountRows, Landed, RestoreRows, Share, publish
 from tilestream.core.structs import Cursor, Gate, Item, Passed, Progress, Ready, Watch, Words, Work
@@ -240,7 +241,7 @@ class Kernel:
         ring_ = self.ring
         self.worker: tuple[int, int] | None = None
         self.ctas, self.rank, self.to_both, self.announced = ring_.ctas, rank, False, False
-        self.halves = ring.sharing(ring_.consumers)
+        self.halves = sharing(ring_.consumers)
         self.half_rows = ROWS // self.halves
         gl = SimpleNamespace(
             program_id=lambda _: rank, num_programs=lambda _: self.ctas, static_range=range, zeros=self.zeros,

@@ -36,8 +36,3 @@ def before(stage: int, depth: int) -> int:
 def after(stage: int, depth: int) -> int:
     """The stage after this one."""
     return (stage + 1) % depth
-
-
-def sharing(consumers: str) -> int:
-    """The number of the Hopper kernel's consumers that share a tile's rows, by variant."""
-    return {"cooperative": 2, "triple": 3}.get(consumers, 1)

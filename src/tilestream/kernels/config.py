@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tilestream.core.chunks import Incoming
+from tilestream.core.consumers import sharing
 from tilestream.core.copy_items import block, vector
 from tilestream.core.operands import HALVES
-from tilestream.core.ring import sharing
 
 Config = TypeVar("Config", bound="ScheduleConfig")
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tilestream.core.consumers import sharing
 from tilestream.core.gate import Gate
 from tilestream.core.loop import Compute, WorkerState, store_and_count
-from tilestream.core.ring import sharing
 from tilestream.schedule import Schedule, WorkItem
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify import protocol as p

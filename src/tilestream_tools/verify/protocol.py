@@ -46,7 +46,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tilestream.core.ring import before, sharing, skip, step
+from tilestream.core.consumers import sharing
+from tilestream.core.ring import before, skip, step
 from tilestream.schedule import WorkItem
 
 Consumers = Literal["single", "cooperative", "triple", "ping_pong"]

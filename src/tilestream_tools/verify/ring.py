@@ -33,7 +33,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tilestream.core.ring import sharing
+from tilestream.core.consumers import sharing
 from tilestream.schedule import WorkItem
 from tilestream_tools.verify import protocol as p
 from tilestream_tools.verify.barriers import STEPS, VOID, RingMemory

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from gates.engine import RELEASE, Case, IsWanted, Rules, fill_gemm, shared_memory
 from gates.hopper import DEVICE, Assembly, described
 from tilestream.core.chunks import Chunks
+from tilestream.core.consumers import sharing
 from tilestream.core.copy_items import WORDS_A_THREAD
-from tilestream.core.ring import sharing
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments

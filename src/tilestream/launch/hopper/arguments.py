@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilestream.core.ring import sharing
+from tilestream.core.consumers import sharing
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gemm_arguments import GemmArguments, Layout, LocalTiles
