@@ -76,6 +76,7 @@ def test_8_bits(shape):
 
 def test_16_bits_have_the_bits_of_the_hopper_kernel():
     """So `ts.invariant` may take them: whole tiles add as all others do."""
+    ran = 0
     for shape, layout in (((128, 152, 512, 1), "nt"), ((200, 96, 1000, 1), "tt"), ((40, 72, 208, 3), "nn")):
         a, b = operands(*shape, layout=layout)
         batch = shape[3]
@@ -84,6 +85,24 @@ def test_16_bits_have_the_bits_of_the_hopper_kernel():
         for tile in {row[:2] for row in TILES[2]}:
             out = made_by(a, b, layout, tile=tile, schedule="static")
             assert out is None or torch.equal(out, whole), tile
+            ran += out is not None
+    assert ran
+
+
+def test_8_bits_of_64_rows_have_the_bits_of_the_hopper_kernel():
+    a, b = operands(130, 96, 512, dtype=E4M3)
+    whole = ts.plan(130, 96, 512, dtype=E4M3, layout="nt", device="cuda", backend="hopper", schedule="static").run(a, b)
+    made = [made_by(a, b, tile=tile, schedule="static") for tile in {row[:2] for row in TILES[1]} if tile[0] >= 64]
+    assert sum(out is not None for out in made) > 1
+    assert all(out is None or torch.equal(out, whole) for out in made)
+
+
+def test_a_k_step_wider_than_31_bits():
+    """Rows of K that lie 2^24 elements apart, in steps of 128."""
+    store = torch.empty(160, 2**24, dtype=BF16, device="cuda")
+    store[:, :64] = randn(160, 64)
+    check(ts.matmul(store[:, :64].mT, b := randn(160, 48)), Maths(store[:, :64].mT, b))
+    check(ts.matmul(a := randn(40, 160), store[:, :64]), Maths(a, store[:, :64]))
 
 
 def test_small_products_take_it_and_the_promise_keeps_their_bits():

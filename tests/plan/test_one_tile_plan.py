@@ -10,6 +10,7 @@ from made_up import H100, reason
 
 import tilestream as ts
 from tilestream.core.chunks import Chunks
+from tilestream.plan import tuned
 from tilestream.plan.additions import MMA
 from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.planner import plan_problem, search_space
@@ -121,8 +122,22 @@ def test_it_is_forced_with_a_tile_and_a_kind():
     for more in ({"queues": 4}, {"shares": 4}, {"schedule": "dynamic"}, {"tile": (128, 256)}, {"order": [(0, 0)]}):
         with pytest.raises(NotImplementedError, match="it has no such tile or schedule here, and no queues"):
             ts.plan(64, 64, 64, **how, **more)
-    with pytest.raises(ValueError, match="variant='one_tile', stages=4 with backend='portable'"):
-        ts.plan(64, 64, 64, **how, backend="portable", stages=4)
+    for more in ({"stages": 4}, {"registers": (40, 232)}, {"backend": "hopper"}, {"backend": "portable", "stages": 4}):
+        with pytest.raises(ValueError, match="with variant='one_tile': a portable kernel without it; leave it away"):
+            ts.plan(64, 64, 64, **how, **more)
+    for m, batch in ((1, 70000), (2**22, 1)):  # more than a grid has
+        with pytest.raises(NotImplementedError, match="variant='one_tile'"):
+            ts.plan(m, 1, 64, batch=batch, **how, workers=100000, tile=(64, 16))
+
+
+def test_what_was_measured_and_is_gone_leaves_the_choice_to_the_model(monkeypatch):
+    free = plan_problem(SMALL, device=H100)
+    monkeypatch.setattr(tuned, "lookup", lambda *_: {"knobs": {"variant": "gone"}})
+    plan_problem.cache_clear()
+    made = plan_problem(SMALL, device=H100)
+    plan_problem.cache_clear()
+    assert (made.variant, made.block) == (ONE_TILE, free.block)
+    assert reason(made, "what was measured") == "tilestream tune kept a plan that no longer exists: tune again"
 
 
 def test_the_promise_takes_whole_tiles_alone():

@@ -229,7 +229,13 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
                 raise ValueError(
                     f"{name}={getattr(asked, name)!r} with device={device!s}: it is for GPUs; leave it away"
                 )
-    if variant == ONE_TILE and backend in (None, "portable") and stages is None and registers is None:
+    if variant == ONE_TILE:
+        for name in ("stages", "registers", "backend"):
+            value = getattr(asked, name)
+            if value not in (None, "portable"):
+                raise ValueError(
+                    f"{name}={value!r} with variant={ONE_TILE!r}: a portable kernel without it; leave it away"
+                )
         return asked._replace(backend="portable")
     if backend == "portable" and (variant is not None or stages is not None):
         raise ValueError(

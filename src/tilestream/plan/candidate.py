@@ -88,7 +88,7 @@ class Candidate:
     #: ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
     #: torch's own threads, where starting workers would cost more than it gains. ``persistent``: on a GPU, resident
     #: programs, one a worker; ``one_tile``: programs that have a tile each, see `tilestream.kernels.portable.one_tile`.
-    #: Hopper: ``cooperative``, ``ping_pong``, ``single`` and ``paired``, see
+    #: Hopper: ``cooperative``, ``triple``, ``ping_pong``, ``single`` and ``paired``, see
     #: `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
     variant: str
     #: ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.

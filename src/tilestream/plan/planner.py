@@ -296,6 +296,8 @@ def _or_one_tile(
     """The Hopper kernel as ``chosen``, or a program a tile, whichever the cost model expects to be faster."""
     name, found, elsewhere = chosen
     of_small, of_found = wanted.among(problem, device, "portable", small), wanted.among(problem, device, name, found)
+    if wanted.entry is not None and not of_small and not of_found:  # what was measured is gone
+        of_small, of_found = small, found
     if not of_small:
         return chosen
     best, other = fastest(ranked(of_small)), fastest(ranked(of_found or found))
@@ -418,6 +420,9 @@ class Choice:
         seconds = next(alike, math.inf)
         if best.ctas > 1:
             why = hopper.no_pairs(self.problem, (other,), best.ctas)
+        elif best.variant == ONE_TILE and other == "static":
+            whole = next((c for c in self.found if c.kind == other), None)
+            why = "no program has so many K steps" if whole is None else self._costs(whole, "with shares of K")
         elif other == "dynamic" and best.tiles <= best.workers:
             why = "a worker has one tile at most: there is nothing for a queue to even out"
         elif other == "dynamic":

@@ -14,6 +14,8 @@ from tilestream.core.grid import Grid
 from tilestream.core.operands import Epilogue
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Schedule
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.portable.arguments import Arguments, arguments_of
 from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import device_workspace
@@ -101,6 +103,15 @@ def test_parts_are_added_in_the_order_of_k(parts):
         (product(one_tile(x, y), x, y) for x, y in zip(a.split(16, 1), b.split(16), strict=True)), torch.zeros(16, 16)
     )  # fmt: skip
     assert torch.equal(made, whole)
+
+
+def test_a_wide_k_step():
+    """Rows of K lie so far apart that a K step leaves 31 bits; a stub of memory has room for those alone."""
+    plan = one_tile(rand(16, 48), rand(48, 16))
+    arguments = arguments_of(plan, Layout((0, 1, 2**27), (0, 16, 1), (0, 16, 1)))
+    assert arguments.config.OFFSETS_64BIT
+    with pytest.raises(NotImplementedError, match=r"a: a stride of 134217728 elements along K, in steps of 16;"):
+        Arguments(plan, Layout((0, 1, 2**27), (0, 16, 1), (0, 16, 1)))
 
 
 def test_counts_are_restored():

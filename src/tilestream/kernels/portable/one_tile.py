@@ -63,8 +63,12 @@ def tile_product(a, b, item, m, n, k, C: tl.constexpr):
             x = tl.load(at_a, mask=has_row & (step[None, :] < rest), other=0.0)
             y = tl.load(at_b, mask=has_column & (step[:, None] < rest), other=0.0)
         acc = tl.dot(x, y, acc, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
-        at_a += C.BLOCK_K * a.column
-        at_b += C.BLOCK_K * b.row
+        if C.OFFSETS_64BIT:  # a K step may be as wide, too
+            at_a += tl.cast(a.column, tl.int64) * C.BLOCK_K
+            at_b += tl.cast(b.row, tl.int64) * C.BLOCK_K
+        else:
+            at_a += C.BLOCK_K * a.column
+            at_b += C.BLOCK_K * b.row
     return acc
 
 

@@ -27,6 +27,17 @@ class Arguments(GemmArguments):
     def __init__(self, plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> None:
         super().__init__(plan, layout, probe, trace)
         self.options = options(plan)
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Raise `NotImplementedError` if a K step of an operand leaves 31 bits, in which the kernel counts it."""
+        block_k = self.plan.block[2]
+        for name, stride in (("a", self.layout.a[2]), ("b", self.layout.b[1])):
+            if self.plan.problem.k > block_k and stride * block_k >= _INT31:
+                raise NotImplementedError(
+                    f"{name}: a stride of {stride} elements along K, in steps of {block_k}; the portable kernel counts "
+                    f"a step in 31 bits: give {name}.contiguous()"
+                )
 
     def _config(self, **logs: bool) -> PortableConfig:
         plan, problem, block_k = self.plan, self.plan.problem, self.plan.block[2]
@@ -70,7 +81,7 @@ class Arguments(GemmArguments):
         s, (m, n, k) = self.layout, (self.plan.problem.m, self.plan.problem.n, self.plan.problem.k)
         reached: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
             ((m, k), s.a[1:]), ((k, n), s.b[1:]), ((m, n), s.out[1:]), ((m, n), (s.residual or (0, 0, 0))[1:]),
-            ((m,), s.scale_a[1:]), ((n,), s.scale_b[1:]),
+            ((m,), s.scale_a[1:]), ((n,), s.scale_b[1:]), ((n,), (s.bias or 0,)),
         ]  # fmt: skip
         return any(
             sum(max(extent - 1, 0) * stride for extent, stride in zip(extents, strides, strict=True)) >= _INT31
@@ -82,6 +93,9 @@ class OneTileArguments(Arguments):
     """Those of `tilestream.kernels.portable.one_tile.one_tile`."""
 
     kernel: Any = one_tile
+
+    def _check_steps(self) -> None:
+        """Do nothing: this kernel counts a wide step in 64 bits."""
 
 
 def arguments_of(plan: Plan, layout: Layout) -> Arguments:

@@ -44,6 +44,8 @@ SHALLOW = 3
 MOST_SHALLOW, LEAST_DEEP = 8, 4
 #: Parts of a tile's K that are tried.
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+#: The most blocks of a grid in its second and third dimension.
+_MOST_OF_A_GRID = 65535
 #: Bytes of shared memory that programs of an SM share, its warps, and the bytes of a copy at most.
 _SHARED, _WARPS, _VECTOR = 227 * 1024, 64, 16
 
@@ -145,7 +147,8 @@ def candidates(
     limited = workers < device.workers
     for tile in TILES[ITEMSIZE[problem.dtype]]:
         way = Way(problem, device, tile)
-        if forced.tile not in (None, tile[:2]) or way.copies > MOST_COPIES:
+        in_grid = max(problem.batch, way.num_m) <= _MOST_OF_A_GRID
+        if forced.tile not in (None, tile[:2]) or way.copies > MOST_COPIES or not in_grid:
             continue
         for parts in PARTS:
             most = workers if limited else (MOST_PROGRAMS if parts == 1 else MOST_SHARES) * workers
