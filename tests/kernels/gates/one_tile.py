@@ -22,7 +22,7 @@ from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.arguments import arguments_of
 from tilestream.plan.candidate import ONE_TILE, Candidate
 from tilestream.plan.plan import Plan, of_candidate
-from tilestream.plan.policy.one_tile import MOST_COPIES, TILES, Tile, Way
+from tilestream.plan.policy.one_tile import MOST_HELD, TILES, Tile, Way
 from tilestream.plan.problem import VECTORS, Problem
 
 _ARCH = "sm_90a"
@@ -43,7 +43,7 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
                 extent, extent, extent, 1, dtype, "bfloat16", aligned=not vector, vector=vector or 1,
                 scales="tensor" if "8" in dtype else "none",
             )  # fmt: skip
-            if Way(problem, DEVICES[_ARCH], tile).copies > MOST_COPIES:
+            if Way(problem, DEVICES[_ARCH], tile).held > MOST_HELD:
                 continue
             for layout in ("nt",) if "8" in dtype else ("nn", "nt", "tn", "tt"):
                 of_vectors = f" in vectors of {vector}" * bool(vector)

@@ -36,8 +36,9 @@ MOST_PROGRAMS, MOST_SHARES = 16, 4
 MOST_ELEMENTS = 2**22
 #: The most operations: with more the Hopper kernel was faster, always.
 MOST_OPERATIONS = 8e9
-#: The most copies of a thread in a K step: more leave no registers for their addresses.
-MOST_COPIES = 64
+#: The most that a thread holds: an address for each copy of the K steps that are ahead, and its accumulator. With 160
+#: Triton 3.6 spills up to 232 bytes.
+MOST_HELD = 144
 #: Stages of a shallow pipeline.
 SHALLOW = 3
 #: The most K steps of a program with a shallow pipeline whose copies are whole vectors, and the fewest with a deep one.
@@ -148,7 +149,7 @@ def candidates(
     for tile in TILES[ITEMSIZE[problem.dtype]]:
         way = Way(problem, device, tile)
         in_grid = max(problem.batch, way.num_m) <= _MOST_OF_A_GRID
-        if forced.tile not in (None, tile[:2]) or way.copies > MOST_COPIES or not in_grid:
+        if forced.tile not in (None, tile[:2]) or way.held > MOST_HELD or not in_grid:
             continue
         for parts in PARTS:
             most = workers if limited else (MOST_PROGRAMS if parts == 1 else MOST_SHARES) * workers
@@ -169,8 +170,8 @@ class Way:
     ----------
     tiles, steps
         The number of tiles, and the K steps of each.
-    copies
-        A thread's copies from memory in a K step.
+    copies, held
+        A thread's copies from memory in a K step; and see `MOST_HELD`.
     """
 
     def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile) -> None:
@@ -182,6 +183,7 @@ class Way:
         self._threads, self._elements = threads, tile.block_m * tile.block_n
         self._bytes = (tile.block_m + tile.block_n) * itemsize  # of an element of K
         self.copies = (tile.block_m + tile.block_n) * tile.block_k / self._vector / threads
+        self.held = self.copies * (tile.stages - 1) + self._elements / threads
         self.whole = self._vector * itemsize == _VECTOR
 
     @property
