@@ -544,15 +544,6 @@ def owned(rows: int, columns: int) -> tuple[torch.Tensor, weakref.ref]:
     return torch.from_numpy(array), weakref.ref(array)
 
 
-@pytest.fixture
-def _no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-    gc.collect()
-
-
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("how", [{}, {"workers": 2}, {"workers": 2, "schedule": "stream_k"}], ids=str)
 def test_invariant_8_no_cache_keeps_a_tensor_alive(how):

@@ -335,14 +335,6 @@ def test_threading_traces_kept_threads_too(kind, pool):
 # What is kept alive ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("ends", ["right", "in an exception", "in an expiry", "without a thread"])
 def test_an_idle_thread_keeps_nothing_of_its_launch(ends, pool, monkeypatch):

@@ -53,7 +53,8 @@ class Driver:
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
-        self.library.fake_launches.restype = self.library.fake_launch.restype = ctypes.c_int64
+        for asked in (self.library.fake_launches, self.library.fake_launch, self.library.fake_operations):
+            asked.restype = ctypes.c_int64
         self.library.fake_function.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64)
         self.library.fake_launch.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
         self.library.fake_note.argtypes = (ctypes.c_int, *[ctypes.c_uint64] * 4)
@@ -79,6 +80,13 @@ class Driver:
             size = self.library.fake_launch(i, memory, 8192)
             found.append(memory.raw[:size])
         return found
+
+    def operations(self) -> list[tuple[int, ...]]:
+        """Kind and arguments of each operation of a stream, in order."""
+        count = self.library.fake_operations(None, 0)
+        found = (ctypes.c_uint64 * 5 * count)()
+        self.library.fake_operations(found, count)
+        return [tuple(one) for one in found]
 
     def forget(self) -> None:
         """No launch was recorded."""

@@ -94,7 +94,6 @@ def gpu(libraries, driver, monkeypatch):
     path, fake, _ = libraries
     library = open_library(path, str(fake), str(fake))
     asked = Asked(driver)
-    driver.library.fake_operations.restype = ctypes.c_int64
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *how, pin_memory=False, **more: empty(*how, **more))
     with fake_cuda() as cuda:

@@ -39,10 +39,8 @@ class Asked:
 
     @property
     def operations(self) -> list[tuple[int, ...]]:
-        count = self._library.fake_operations(None, 0)
-        found = (ctypes.c_uint64 * 5 * count)()
-        self._library.fake_operations(found, count)
-        return [tuple(one) for one in found]
+        found: list[tuple[int, ...]] = self._driver.operations()
+        return found
 
     def come(self, event: int = COPIED, code: int = COME) -> None:
         self._library.fake_event(event, code)
@@ -83,7 +81,6 @@ def asked(request, libraries, driver, monkeypatch):
 
     monkeypatch.setattr(gpu, "_function", function)
     made = type(driver)(fake)
-    made.library.fake_operations.restype = ctypes.c_int64
     made.thread()
     made.forget()
     yield Asked(made)

@@ -28,15 +28,7 @@ def library(extension, libraries, driver, monkeypatch):
     for module in (sequence, native_program):
         monkeypatch.setattr(module, "library", lambda: found)
     monkeypatch.setattr(native_program, "error_name", str)
-    driver.library.fake_operations.restype = ctypes.c_int64
     return found
-
-
-def operations(driver) -> list[tuple[int, ...]]:
-    count = driver.library.fake_operations(None, 0)
-    found = (ctypes.c_uint64 * 5 * count)()
-    driver.library.fake_operations(found, count)
-    return [tuple(one) for one in found]
 
 
 class Prepared:
@@ -64,10 +56,10 @@ def test_operations_and_launches_are_issued_in_order_with_the_values_of_the_issu
     driver.forget()
     assert made.issue(0x51, 9, other, out)
     (natively,) = driver.launches()
-    assert [one[:3] for one in operations(driver)] == [
+    assert [one[:3] for one in driver.operations()] == [
         (WRITE, 0x51, 0xF0), (LAUNCH, 0x51, made.launch._launcher._function.value), (RECORD, 0x51, 0xE0)
     ]  # fmt: skip
-    assert operations(driver)[0][3] == 9
+    assert driver.operations()[0][3] == 9
     driver.forget()
     made.launch.issue(other, out, stream=0x51)
     assert driver.launches() == [natively], "the bytes that Python would give the driver"
@@ -109,7 +101,7 @@ def test_nothing_is_issued_of_a_program_that_is_pythons(extension, driver, libra
     else:
         stream = 0x99
     assert not made.issue(stream, 9, made.x, out, device)
-    assert operations(driver) == driver.launches() == []
+    assert driver.operations() == driver.launches() == []
 
 
 def test_launches_of_a_program_take_tickets_as_others_do(extension, driver, library):
@@ -136,7 +128,7 @@ def test_a_refused_launch_says_how_far_the_program_came(extension, driver, libra
     with pytest.raises(ProgramError, match="launch 1 of 3 parts was not issued") as raised:
         made.issue(0x51, 9, made.x, out)
     assert raised.value.parts == 1
-    assert [one[0] for one in operations(driver)] == [WRITE], "what stands behind it is not issued"
+    assert [one[0] for one in driver.operations()] == [WRITE], "what stands behind it is not issued"
 
 
 def test_a_refused_operation_is_tried_once_more_by_python_and_the_rest_follows(extension, driver, library, monkeypatch):
@@ -153,7 +145,7 @@ def test_a_refused_operation_is_tried_once_more_by_python_and_the_rest_follows(e
     monkeypatch.setattr(sequence.driver, "stream_write", write)
     assert made.issue(0x51, 9, made.x, out)
     assert by_python == [(0x51, 0xF0, 9)]
-    assert [one[0] for one in operations(driver)] == [LAUNCH, RECORD]
+    assert [one[0] for one in driver.operations()] == [LAUNCH, RECORD]
 
 
 def test_launches_are_kept_in_the_block_alone_and_in_order(extension, driver, library):

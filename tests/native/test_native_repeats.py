@@ -17,7 +17,7 @@ import pytest
 import torch
 from stand_ins import Launch, Matmul, kernel, on_fake_gpu, remember, tried
 from test_native_gated import python_calls  # noqa: F401 -- a fixture
-from test_native_program import LAUNCH, operations
+from test_native_program import LAUNCH
 
 import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
@@ -81,7 +81,7 @@ class Asked(NamedTuple):
     @classmethod
     def of(cls, driver: Any) -> Asked:
         """Since the last time."""
-        found = cls(operations(driver), driver.launches())
+        found = cls(driver.operations(), driver.launches())
         driver.forget()
         return found
 
