@@ -67,7 +67,6 @@ OVERLAP = 2.92
 #: Share of the nominal bandwidth that memory gives.
 MEMORY = 0.92
 
-
 #: The fields of all candidates, as they are by default.
 _ALIKE: dict[str, object] = {
     **{field.name: field.default for field in fields(Candidate) if field.default is not MISSING}, "variant": ONE_TILE,
@@ -172,6 +171,8 @@ class Way:
         The number of tiles, and the K steps of each.
     copies, held
         A thread's copies from memory in a K step; and see `MOST_HELD`.
+    alike
+        The fields of all its candidates.
     """
 
     def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile) -> None:
@@ -185,11 +186,7 @@ class Way:
         self.copies = (tile.block_m + tile.block_n) * tile.block_k / self._vector / threads
         self.held = self.copies * (tile.stages - 1) + self._elements / threads
         self.whole = self._vector * itemsize == _VECTOR
-
-    @property
-    def alike(self) -> dict[str, object]:
-        """The fields of all its candidates."""
-        return {**_ALIKE, "block": self.tile[:3], "warps": self.tile.warps, "stages": self.tile.stages}
+        self.alike = {**_ALIKE, "block": tile[:3], "warps": tile.warps, "stages": tile.stages}
 
     def is_apt(self, steps: int, parts: int) -> bool:
         """Whether ``steps`` of a program are what its pipeline is for, and no part is past the end of K."""
