@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilestream.distributed import dispatch, planner
+from tilestream.distributed.counting import counting
 from tilestream.distributed.dispatch import Case, decide
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import make_plan, without_pulls
 from tilestream.distributed.request import Request, given_request
 from tilestream.ops.limit import invariant
-from tilestream.plan import experimental
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -257,30 +257,34 @@ def test_every_op_has_its_hosts_time():
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """The process takes calls that the device counts."""
-    monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", "1")
-    experimental._of_environment.cache_clear()
-    yield
-    experimental._of_environment.cache_clear()
+def count(monkeypatch):
+    """Sets what the device counts, by the variable's text; None unsets it."""
+
+    def set_to(text: str | None) -> None:
+        monkeypatch.delenv("TILESTREAM_GRAPH_RANKS", raising=False)
+        if text is not None:
+            monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", text)
+        counting.cache_clear()
+
+    set_to(None)
+    yield set_to
+    counting.cache_clear()
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, counted):
+def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, count):
     """As programs call it, back to back, on a host on which gathers of 3072 rows win fused, and of 1536 lose."""
     monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", SLOW_HOST)
-    monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", "0")
-    experimental._of_environment.cache_clear()
     large, small = (planned(monkeypatch, op, "auto", rows=rows) for rows in (1536, 768))
     assert large.fused
     assert not small.fused
     assert "the host takes 0.37 ms to issue a fused call" in small.explain()
     assert planned(monkeypatch, op, "fused", rows=768).fused
     assert planned(monkeypatch, op, "auto", rows=768, deadline=20.0).fused, "which bounds its wait"
-    monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", "1")
-    experimental._of_environment.cache_clear()
+    assert small.first.fused, "the first makes what a capture needs: a replay has no host's part"
+    count("1")
     eager = planned(monkeypatch, op, "auto", rows=768)
-    assert eager.fused, "it makes what a capture needs"
+    assert eager.fused
     assert planned(monkeypatch, op, "auto", rows=768, state=group(capture=2, agreed=[eager.handshake])).fused
 
 
@@ -369,12 +373,13 @@ def test_nodes_need_not_reach_inside_alike(monkeypatch, op):
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_a_capture_holds_what_was_called_before_it(monkeypatch, op, counted):
+def test_a_capture_holds_what_was_called_before_it(monkeypatch, op, count):
+    count("1")
     eager = planned(monkeypatch, op)
     assert eager.counted
     assert eager.fused
     assert (eager.decision.way, eager.chunks == 1) == ("push", op != "all_gather_matmul")
-    assert "counted   by the device: CUDA graphs may hold the call; tested between two H200" in eager.explain()
+    assert "counted   by the device: CUDA graphs may hold the call" in eager.explain()
     before = planned(monkeypatch, op, state=group(capture=1))
     assert (before.fused, before.transport) == (False, "collective")
     assert f"refused   fused: {planner.UNPREPARED}" in before.explain()
@@ -389,15 +394,44 @@ def test_a_capture_holds_what_was_called_before_it(monkeypatch, op, counted):
     assert planned(monkeypatch, op, state=state).fused, "a call between two captures counts"
 
 
-def test_a_promise_of_equal_bits_is_not_broken_by_a_capture(monkeypatch, counted):
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_the_first_eager_call_of_a_kind_makes_what_a_capture_needs(monkeypatch, op, count):
+    state = group()
+    eager = planned(monkeypatch, op, state=state)
+    first = eager.first
+    assert (eager.counted, first.counted, first.fused) == (False, True, True)
+    assert "in graphs fused, counted by the device" in eager.explain()
+    assert planner.due(state, eager) is first
+    state.agreed.add(first.handshake)
+    assert planner.due(state, eager) is eager, "the host counts the others"
+    captured = planned(monkeypatch, op, state=group(capture=2, agreed=[first.handshake]))
+    assert captured == first
+    assert planner.due(state, captured) is captured
+    assert not planned(monkeypatch, op, state=group(capture=2, agreed=[eager.handshake])).fused, "another kind"
+
+
+def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count):
+    assert planned(monkeypatch, "all_gather_matmul", "unfused").first is None
+    assert planned(monkeypatch, "all_gather_matmul", unreachable="2 hosts").first is None
+    with dispatch.trial(True, 1):
+        assert planned(monkeypatch, "all_gather_matmul", "auto").first is None
+    for text in ("0", "1"):
+        count(text)
+        assert planned(monkeypatch, "all_gather_matmul").first is None
+    count("2")
+    with pytest.raises(ValueError, match=r"TILESTREAM_GRAPH_RANKS='2': it is 1 if .*, or 0 if .*unset it"):
+        planned(monkeypatch, "all_gather_matmul")
+
+
+def test_a_promise_of_equal_bits_is_not_broken_by_a_capture(monkeypatch, count):
     with invariant(), pytest.raises(NotImplementedError, match=r"not fused .*call it once before the capture"):
         planned(monkeypatch, "matmul_reduce_scatter", state=group(capture=1))
 
 
-def test_ranks_that_count_otherwise_differ(monkeypatch, counted):
+def test_ranks_that_count_otherwise_differ(monkeypatch, count):
+    count("1")
     mine = planned(monkeypatch, "all_gather_matmul")
-    monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", "0")
-    experimental._of_environment.cache_clear()
+    count("0")
     theirs = planned(monkeypatch, "all_gather_matmul")
     assert not theirs.counted
     assert mine.handshake != theirs.handshake

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import tilestream as ts
-from tilestream.distributed import dispatch, repeats, unfused
+from tilestream.distributed import dispatch, library, repeats, unfused
 from tilestream.distributed.repeats import PlainCall, Repeat, plain_call
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import native
+from tilestream.plan.limit import limit as native_limit
 
 A, B = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.bfloat16)
 
@@ -150,10 +151,10 @@ def test_a_profiler_and_a_blocking_launch_take_the_usual_way(state, monkeypatch)
 
 
 class Known(Repeat):
-    """Says which calls it was given."""
+    """Its calls give the sum of A, in a list."""
 
     def issue(self, call):
-        return call.a.sum()
+        return [call.a.sum()]
 
 
 def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
@@ -161,7 +162,7 @@ def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
     assert call.repeated() is None
     made = Known.of(call, torch.device("cpu"))
     assert Known.of(call, torch.device("cpu")) is made
-    assert call.repeated() == 0
+    assert call.repeated() == [0]
     assert plain(dim=1).repeated() is None
     assert state.repeated == 1
     state.broken = True
@@ -173,8 +174,68 @@ def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 1)
         assert call.repeated() is None
-    assert call.repeated() == 0
+    assert call.repeated() == [0]
     assert state.repeated == 2
+
+
+GATHERED = ([B], 0, "group", [A.new_empty(0)], ["none"], None, [None], None, True, False, "auto", -1.0, 0)
+SUMMED = ("sum", "group", None, None, None, None, True, "auto", -1.0, 0)
+#: Of a registered op: its implementation, and its arguments behind A.
+REGISTERED = {
+    "all_gather_matmul": (library._all_gather_matmul, GATHERED),
+    "matmul_reduce_scatter": (library._matmul_reduce_scatter, (B, 0, *SUMMED)),
+    "matmul_all_reduce": (library._matmul_all_reduce, (B, *SUMMED)),
+}
+
+
+@pytest.fixture
+def usual(state, monkeypatch):
+    """The calls of registered ops that take the usual way: each's request, and what may repeat it."""
+    found, state.group = [], "group"
+    monkeypatch.setattr(library, "states_of", lambda op, name: [state])
+
+    def run(states, request, *, plain=None):
+        found.append((request, plain))
+        return (A.new_empty(0), [A]) if request.op == "all_gather_matmul" else A
+
+    for module in (library.all_gather, library.reduce_scatter, library.all_reduce):
+        monkeypatch.setattr(module, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("op", REGISTERED)
+def test_a_registered_op_repeats_as_a_plain_call_does(state, usual, op):
+    """A compiled graph calls it again and again."""
+    run, given = REGISTERED[op]
+    run(A, *given)
+    ((request, plain),) = usual
+    assert (request.op, plain.key[0], plain.dim) == (op, op, 0)
+    Known.of(plain, torch.device("cpu"))
+    made = run(A, *given)
+    assert (made[1] if op == "all_gather_matmul" else made) == [0]
+    assert (len(usual), state.repeated) == (1, 1)
+    with ts.worker_limit(3):
+        limit = native_limit()
+    run(A, *given[:-1], limit)
+    assert len(usual) == 2, "another limit is another call"
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "value"),
+    [
+        ("all_gather_matmul", 3, [A]), ("all_gather_matmul", 4, ["relu"]), ("all_gather_matmul", 5, A),
+        ("all_gather_matmul", 6, [A]), ("all_gather_matmul", 9, True), ("all_gather_matmul", 0, []),
+        ("matmul_reduce_scatter", 4, A), ("matmul_reduce_scatter", 5, A), ("matmul_all_reduce", 5, A),
+    ],
+)  # fmt: skip
+def test_registered_calls_that_take_the_usual_way(state, usual, op, at, value):
+    run, given = REGISTERED[op]
+    changed = list(given)
+    changed[at] = value
+    if value == []:
+        changed[3] = changed[4] = changed[6] = []
+    run(A, *changed)
+    assert usual[0][1] is None
 
 
 def test_a_repeat_that_another_thread_has_dropped_issues_nothing(state):
@@ -256,9 +317,9 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
     unfused.UnfusedSum.of(call, device, None, True)
     torch.testing.assert_close(call.repeated(), (a @ b)[:4])
     state.repeats.clear()
-    for library in (False, True):
+    for by_torch in (False, True):
         state.repeats.clear()
-        unfused.UnfusedAllReduce.of(call, device, None, True, library)
+        unfused.UnfusedAllReduce.of(call, device, None, True, by_torch)
         torch.testing.assert_close(call.repeated(), 2 * (a @ b))
     assert [one[0] for one in group.asked] == ["gather", "scatter", "reduce", "reduce"]
 

@@ -14,6 +14,7 @@ from distributed_jobs import BF16, Worst, error_of_a_late_rank, finish, late_in_
 import tilestream as ts
 from rank_checks import raised
 from tilestream import distributed as tsd
+from tilestream.distributed.group_state import state_of
 from tilestream.distributed.request import Request
 
 DEADLINE = 20.0
@@ -108,6 +109,32 @@ def same_bits(rank, world, name, count):
             return False
     finish()
     return True
+
+
+def by_default(rank, world, name, count):
+    """Replays and eager calls by turns on all ranks; late ranks, no barrier.
+
+    Returns
+    -------
+    tuple
+        The largest error; whether both have the same bits at the same data; how many eager calls were repeated.
+    """
+    one, worst = ops(rank, world)[name], Worst()
+    said, before = one.plan().explain(), state_of("test", None).repeated
+    assert "in graphs fused" in said, said
+    graph, (static,) = captured(one)
+    for i in range(count):
+        late_in_turn(i, rank)
+        whole = random(100 + i % 6, 128 * world, 256)
+        one.load(whole)
+        for _ in range(1 + i % 3):
+            graph.replay()
+        worst.add(static, one.expected(whole))
+        worst.add(one.call(), one.expected(whole))
+    one.load(random(7, 128 * world, 256))
+    graph.replay()
+    is_same = one.call().view(torch.int16).equal(static.view(torch.int16))
+    return worst.get(), is_same, state_of("test", None).repeated - before
 
 
 def traced(rank, world, name, count):

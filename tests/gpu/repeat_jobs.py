@@ -74,6 +74,28 @@ def same_bits(rank, world):
     return found
 
 
+def compiled(rank, world):
+    """By op: the largest difference of a compiled function from eager calls, and how many calls were repeated."""
+    found = {}
+    b, part = random(3, 512, 256), random(17 + rank, 512, 384)
+    ops = {
+        "gather": (128, lambda x: tsd.all_gather_matmul(x, b, form="fused")),
+        "gather of two": (128, lambda x: torch.cat(tsd.all_gather_matmul(x, [b, b[:, :64]], form="fused"), 1)),
+        "sum": (128 * world, lambda x: tsd.matmul_reduce_scatter(x, part, form="fused")),
+        "all-reduce": (64, lambda x: tsd.matmul_all_reduce(x, part, form="fused")),
+        "unfused all-reduce": (64, lambda x: tsd.matmul_all_reduce(x, part, form="unfused")),
+    }
+    for name, (rows, op) in ops.items():
+        step, worst = torch.compile(lambda x, op=op: op(x * 2) + 1, dynamic=False), Worst()
+        expected = [op(2 * random(100 * i + rank, rows, 512)) + 1 for i in range(CALLS)]
+        before = _repeated()
+        with torch.no_grad():
+            for i in range(CALLS):
+                worst.add(step(random(100 * i + rank, rows, 512)), expected[i])
+        found[name] = worst.get(), _repeated() - before
+    return found
+
+
 def in_turn(rank, world, count):
     """The largest error of calls of all kinds in turn, without a barrier, on two streams; and the repeated ones."""
     kinds, worst = dict(_kinds(rank, world)), Worst()

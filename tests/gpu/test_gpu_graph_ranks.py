@@ -1,6 +1,7 @@
 """Calls between ranks that CUDA graphs hold: eager calls, replays, both by turns; ranks that are late, or lost.
 
-The device counts them (TILESTREAM_GRAPH_RANKS=1). Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on one.
+The device counts all calls (TILESTREAM_GRAPH_RANKS=1), except in the tests of the default, where the host counts eager
+calls behind the first. Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on one.
 
     PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_graph_ranks.py
 
@@ -17,10 +18,19 @@ import graph_rank_jobs as jobs
 import pytest
 from test_gpu_distributed import REDUCED, SHARED, WORLDS, Pools, cases, make_pool, sums
 
+from tilestream.launch.native import why_not
+
 pytestmark = pytest.mark.timeout(300)
 NAMES = ("gather", "sum", "all_reduce")
 #: Seconds beyond a deadline: ranks that share a GPU take turns on it.
 SLACK = 6.0 if SHARED else 1.5
+
+
+@pytest.fixture(scope="module")
+def default_ranks():
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 class CountedPools(Pools):
@@ -79,6 +89,21 @@ def test_replays_of_late_ranks_without_a_barrier(ranks, world, name, mixed):
 @pytest.mark.parametrize("name", NAMES)
 def test_replays_have_the_bits_of_eager_calls(ranks, name):
     assert all(ranks.run(2, jobs.same_bits, name, 8, bound=120, seconds=60))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_by_default_replays_and_eager_calls_by_turns(default_ranks, world, name):
+    count = 24 if SHARED else 600
+    for error, is_same, repeated in default_ranks.run(world, jobs.by_default, name, count, bound=200, seconds=60):
+        assert error < 4.0
+        assert is_same
+        assert repeated >= (0 if why_not() else count - 8)
+
+
+def test_by_default_a_capture_wants_a_call_before_it(default_ranks):
+    for said in default_ranks.run(2, jobs.unprepared, bound=120, seconds=60):
+        assert "call it once before the capture" in said
 
 
 @pytest.mark.parametrize("name", NAMES)

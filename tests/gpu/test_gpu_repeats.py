@@ -31,6 +31,13 @@ def test_repeated_calls_have_the_bits_of_the_usual_way(ranks):
             assert count >= jobs.CALLS - 5, f"{name}: {count} of {jobs.CALLS} calls were repeated"
 
 
+def test_calls_of_compiled_functions_are_repeated(ranks):
+    for found in ranks.run(2, jobs.compiled, bound=240, seconds=60):
+        for name, (error, count) in found.items():
+            assert error < 4.0, name
+            assert count >= jobs.CALLS - 5, f"{name}: {count} of {jobs.CALLS} calls were repeated"
+
+
 def test_kinds_in_turn_on_two_streams_without_a_barrier(ranks):
     rounds = 6 if SHARED else 60
     for error, count in ranks.run(2, jobs.in_turn, rounds, bound=240, seconds=60):

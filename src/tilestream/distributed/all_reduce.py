@@ -17,7 +17,7 @@ from tilestream.distributed import collective, graph_calls, one_shot
 from tilestream.distributed.collective import agree
 from tilestream.distributed.group_state import GroupState, states_of
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.planner import connected_plan, make_plan
+from tilestream.distributed.planner import connected_plan, due, make_plan
 from tilestream.distributed.reduce_scatter import travel_dtype
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import ALL_REDUCE, Request
@@ -87,12 +87,13 @@ def run(states: list[GroupState], request: Request, key: object = None, plain: P
         if found is None:
             found = states[0].decide(key, _decide(inner_first, request))
         plans, dtype, wide, library = found
-        if plans[0].fused:
+        plan = due(states[0], plans[0]) if len(plans) == 1 else plans[0]
+        if plan.fused:
             (state,) = states
             with state.call():
-                if plans[0].counted:
-                    return graph_calls.matmul_reduce(state, plans[0], request, dtype)
-                return one_shot.matmul_reduce(state, plans[0], request, dtype, plain)
+                if plan.counted:
+                    return graph_calls.matmul_reduce(state, plan, request, dtype)
+                return one_shot.matmul_reduce(state, plan, request, dtype, plain)
         total = torch.matmul(a, b) if library else request.product(a, bias=None, out_dtype=dtype)
         total = total.to(wide)
         for state, plan in zip(inner_first, plans, strict=True):

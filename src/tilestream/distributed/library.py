@@ -13,6 +13,7 @@ from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_sca
 from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.group_state import Group, GroupState, known_state, states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
+from tilestream.distributed.repeats import PlainCall, plain_call
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.gradients import through_activation
@@ -70,6 +71,18 @@ def equal_call(group: Group, request: Request | None) -> EqualCall | None:
     return None if state.decided(key) is None else EqualCall(state, key)
 
 
+def _plain_call(states: Sequence[GroupState], request: Request) -> PlainCall | None:
+    """The call as one that may repeat an earlier one, as a compiled graph does at each run; None for others."""
+    x = request
+    tensors = (x.scale_a, *x.biases, *x.scales_b)
+    if len(states) > 1 or x.return_a or set(x.activations) != {"none"} or any(one is not None for one in tensors):
+        return None
+    options = x.out_dtype, x.fast_accum, x.form
+    if x.op == GATHER:
+        return plain_call(x.op, states[0].group, x.a, x.bs, x.dim, x.deadline, *options)
+    return plain_call(x.op, states[0].group, x.a, x.b, x.dim, x.deadline, x.reduce_op, *options)
+
+
 def _all_gather_matmul(
     a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str,
     bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
@@ -82,8 +95,11 @@ def _all_gather_matmul(
     )  # fmt: skip
     with _limited(worker_limit):
         states = states_of(GATHER, group)
+        plain = _plain_call(states, request)
+        if plain is not None and (made := plain.repeated()) is not None:
+            return a_shard.new_empty(0), list(made)
         if len(states) == 1:
-            return all_gather.run(states[0], request)
+            return all_gather.run(states[0], request, plain=plain)
         return hierarchy.all_gather_matmul(NodeMesh(*states), request)
 
 
@@ -105,8 +121,12 @@ def _matmul_reduce_scatter(
     request = _sum_request(REDUCE_SCATTER, a, b, scatter_dim, reduce_op, *of_request)
     with _limited(worker_limit):
         states = states_of(REDUCE_SCATTER, group)
+        plain = _plain_call(states, request)
+        if plain is not None and (made := plain.repeated()) is not None:
+            repeated: torch.Tensor = made
+            return repeated
         if len(states) == 1:
-            return reduce_scatter.run(states[0], request)
+            return reduce_scatter.run(states[0], request, plain=plain)
         return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
 
 
@@ -114,7 +134,12 @@ def _matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: 
     *of_request, worker_limit = options
     request = _sum_request(ALL_REDUCE, a, b, 0, reduce_op, *of_request)
     with _limited(worker_limit):
-        return all_reduce.run(states_of(ALL_REDUCE, group), request)
+        states = states_of(ALL_REDUCE, group)
+        plain = _plain_call(states, request)
+        if plain is not None and (made := plain.repeated()) is not None:
+            repeated: torch.Tensor = made
+            return repeated
+        return all_reduce.run(states, request, plain=plain)
 
 
 def _empty_gathered(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:

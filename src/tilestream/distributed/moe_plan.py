@@ -135,7 +135,7 @@ def _why_not_pushed(state: GroupState, op: str, x: torch.Tensor, layout: Layout,
         return f"{state.world} ranks; up to {MOST_RANKS} push into each other's memory"
     if not layout.capacity:
         return "no token has an expert: nothing travels"
-    if why := why_not(state, x, KERNEL):
+    if why := why_not(state, x):
         return why
     whole = int(torch.cuda.get_device_properties(x.device).total_memory)
     if layout.size > _MOST_MEMORY * whole:

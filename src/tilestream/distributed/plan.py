@@ -12,7 +12,6 @@ from tilestream.core.protocols.gather import Way
 from tilestream.core.protocols.replay import form_number
 from tilestream.distributed import nodes
 from tilestream.distributed.dispatch import Case, Decision
-from tilestream.plan import experimental
 from tilestream.plan.candidate import Refusal
 
 #: `Way` in words.
@@ -90,6 +89,9 @@ class DistributedPlan(AgreedPlan):
         The values that the ranks compare: see `tilestream.core.protocols.handshake`.
     counted
         Whether the device counts the calls, so that CUDA graphs may hold them (`tilestream.distributed.graph_calls`).
+    first
+        The plan of the kind's first eager call, if the device counts it: it makes what a capture needs
+        (`tilestream.distributed.counting`).
     nodes
         The number of nodes. Each step of the call handles the rows of one node; ``case`` is that of one node's ranks.
     """
@@ -101,6 +103,7 @@ class DistributedPlan(AgreedPlan):
     refused: tuple[Refusal, ...]
     agreed: Mapping[str, object]
     counted: bool = False
+    first: DistributedPlan | None = None
     nodes: int = 1
 
     @property
@@ -135,7 +138,9 @@ class DistributedPlan(AgreedPlan):
         if "way" in self.agreed:
             lines[3:3] = [("way", _WAYS[self.decision.way]), ("own shard", f"read {_OWN_SHARD[self.decision.way]}")]
         if self.counted and self.fused:
-            lines.append(("counted", f"by the device: CUDA graphs may hold the call; {experimental.BETWEEN_GPUS}"))
+            lines.append(("counted", "by the device: CUDA graphs may hold the call"))
+        if self.first is not None:
+            lines.append(("in graphs", "fused, counted by the device; so is the first eager call of its kind"))
         if not self.fused and self.decision.library:
             lines[2:2] = [("matmul", _LIBRARY)]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]

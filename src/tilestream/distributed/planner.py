@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 
 from tilestream.distributed.collective import agree
+from tilestream.distributed.counting import NONE_COUNTED, counting
 from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash, unless_host_bound
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.distributed.symmetric import connect, why_not
-from tilestream.plan import experimental
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.limit import is_invariant, limit
 from tilestream.plan.problem import dtype_name
@@ -56,15 +56,27 @@ def make_plan(
     x, n = request.a, sum(b.shape[-1] for b in request.bs)
     key = (
         request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()),
-        state.capture(x), experimental.takes("graph_ranks"),
-        state.unreachable, on_trial(), unfused, is_invariant(limit()), request.deadline is None,
+        state.capture(x), counting(), state.unreachable, on_trial(), unfused, is_invariant(limit()),
+        request.deadline is None,
     )  # fmt: skip
     found = state.plans.get(key)
     if found is None:
         if len(state.plans) >= _MOST_PLANS:
             state.plans.clear()
-        found = state.plans[key] = _make(state, request, shard, n, k, agreed, unfused, unmeasured)
+        counted = counting() == "all" or (counting() == "captured" and state.capture(x) > 0)
+        of_call = state, request, shard, n, k, agreed, unfused, unmeasured
+        found = _make(*of_call, counted)
+        if counting() == "captured" and not counted and on_trial() is None:
+            first = _make(*of_call, True)
+            found = replace(found, first=first if first.counted and first.fused else None)
+        state.plans[key] = found
     return found
+
+
+def due(state: GroupState, plan: DistributedPlan) -> DistributedPlan:
+    """The plan of the next eager call with ``plan``: `DistributedPlan.first`, until the ranks have compared it."""
+    first = plan.first
+    return plan if first is None or first.handshake in state.agreed else first
 
 
 def connected_plan(
@@ -74,7 +86,8 @@ def connected_plan(
 
     Collective before the first fused call on GPUs.
     """
-    if state.connected or plan.transport != "symmetric memory" or not plan.fused:
+    is_fused = plan.first is not None or (plan.transport == "symmetric memory" and plan.fused)
+    if state.connected or not is_fused:
         return plan
     agree(state, plan, device)
     state.connected = True
@@ -83,8 +96,9 @@ def connected_plan(
 
 def _make(
     state: GroupState, request: Request, shard: tuple[int, ...], n: int, k: int, agreed: Mapping[str, object],
-    unfused: str, unmeasured: str,
+    unfused: str, unmeasured: str, counted: bool,
 ) -> DistributedPlan:  # fmt: skip
+    """See `make_plan`. ``counted``: whether the device counts the call, if it is fused."""
     op, x, dim, form = request.op, request.a, request.dim, request.form
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, state.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
@@ -92,10 +106,9 @@ def _make(
     if promises and form == "auto":
         form = "fused"  # this form adds in the order of the ranks, for any cut of the rows
     decision = decide(case, form)
-    # A deadline bounds the wait of a fused call alone. Where graphs hold calls, an eager one must stay fused: it makes
-    # what the captured one needs.
-    free = form == "auto" and request.deadline is None and on_trial() is None
-    if free and not state.capture(x) and not experimental.takes("graph_ranks"):
+    # A deadline bounds the wait of a fused call alone. A replay has no host's part; nor has the form of the first eager
+    # call, which makes what a capture needs.
+    if form == "auto" and request.deadline is None and on_trial() is None and not counted:
         decision = unless_host_bound(case, decision)
     if op == ALL_REDUCE:
         decision = replace(decision, chunks=1)
@@ -117,7 +130,7 @@ def _make(
         transport = "collective"
     if promises and transport == "collective":
         raise _adds_in_another_order(state, request, refused[0].why if refused else decision.why)
-    counted = transport == "symmetric memory" and experimental.takes("graph_ranks")
+    counted = counted and transport == "symmetric memory"
     if counted:
         decision = replace(decision, way="push", chunks=decision.chunks if op == GATHER else 1)
     if transport == "symmetric memory" and op == REDUCE_SCATTER:
@@ -184,5 +197,5 @@ def _transport(state: GroupState, x: torch.Tensor, cuts_last: bool) -> tuple[Tra
         return "gloo", cut if cuts_last else ()
     if cuts_last:
         return "collective", cut
-    why = why_not(state, x)
+    why = why_not(state, x, NONE_COUNTED if counting() == "none" else "")
     return ("collective", (Refusal("fused", why),)) if why else ("symmetric memory", ())

@@ -21,7 +21,6 @@ from tilestream.distributed import host_flags
 from tilestream.distributed.collective import exchange_bytes, first_line
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.host_flags import RankFlags
-from tilestream.plan import experimental
 from tilestream.runtime.streams import is_capturing
 
 #: Slots grow by multiples of this many bytes.
@@ -32,21 +31,18 @@ _SIGNALS = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def why_not(state: GroupState, x: torch.Tensor, counted: str = "graph_ranks") -> str:
+def why_not(state: GroupState, x: torch.Tensor, uncounted: str = "") -> str:
     """The reason why shards like ``x`` do not travel over symmetric memory; empty if they do. Nothing is sent.
 
-    ``counted``: the name in `tilestream.plan.experimental` of the calls that graphs may hold.
+    ``uncounted``: the reason why the device does not count such calls, so that no graph may hold them.
     Whether the GPUs can reach each other is known only after `connect`.
     """
     if torch.version.hip is not None:
         return "symmetric memory's stream waits are CUDA's; on ROCm the group's own collective is used"
     if x.dtype not in _DTYPES:
         return f"{x.dtype}: operands of 16 and 8 bits overlap on GPUs"
-    if is_capturing(x.device) and (why := experimental.refusal(counted, None)):
-        return (
-            "a CUDA graph is being captured: an epoch of the host's would be the same at each replay; calls that the "
-            f"device counts are {why}"
-        )
+    if uncounted and is_capturing(x.device):
+        return f"a CUDA graph is being captured: an epoch of the host's would be the same at each replay; {uncounted}"
     return state.unreachable
 
 

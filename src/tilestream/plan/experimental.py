@@ -17,7 +17,6 @@ NOT_RUN = "compiled and checked, not run on a GPU yet"
 #: The same of what has run, and why it is not a default yet.
 UNTIMED = "tested on an H200, its speed is not measured yet"
 SOME_TESTS = "some of its tests have run on an H200, none failed"
-BETWEEN_GPUS = "tested between two H200; eager calls cost the host more"
 
 
 class Experimental(NamedTuple):
@@ -52,9 +51,6 @@ KERNELS = {
         "Hopper attention under tilestream.invariant that takes values in strips of columns",
         None,
         SOME_TESTS,
-    ),
-    "graph_ranks": Experimental(
-        "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None, BETWEEN_GPUS
     ),
     "moe_ranks": Experimental(
         "TILESTREAM_MOE_RANKS",

@@ -1,0 +1,40 @@
+"""The calls between ranks that the device counts, so that CUDA graphs may hold them.
+
+TILESTREAM_GRAPH_RANKS, the same on all ranks:
+
+- unset: captured calls, and the first eager call of each kind. That call makes what a capture needs: slots, words and
+  compiled kernels. The host counts all other eager calls, which costs it less.
+- ``1``: all calls. A rank may then replay a call that another rank makes eagerly.
+- ``0``: none. A captured call is unfused, and nothing is made for captures.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Literal
+
+#: What is counted by the device.
+Counting = Literal["captured", "all", "none"]
+VARIABLE = "TILESTREAM_GRAPH_RANKS"
+#: The reason why no capture holds a fused call.
+NONE_COUNTED = f"the device counts no calls, because {VARIABLE} is 0"
+_BY_TEXT: dict[str, Counting] = {"": "captured", "0": "none", "1": "all"}
+
+
+@functools.cache
+def counting() -> Counting:
+    """What the device counts, by the environment at the first use.
+
+    Raises
+    ------
+    ValueError
+        If the variable is neither 0 nor 1.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if text not in _BY_TEXT:
+        raise ValueError(
+            f"{VARIABLE}={text!r}: it is 1 if the device counts all calls between ranks, or 0 if it counts none; unset "
+            "it for captured calls"
+        )
+    return _BY_TEXT[text]

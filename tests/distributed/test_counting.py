@@ -1,0 +1,74 @@
+"""The calls that the device counts: the first eager one of a kind makes what a capture needs."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+from tilestream.distributed import all_gather, all_reduce, copy_engines, gpu_reduce_scatter, graph_calls, one_shot
+from tilestream.distributed import reduce_scatter as sums
+from tilestream.distributed.request import Request
+
+A, B = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.bfloat16)
+#: By op: its module, and the functions that issue a call which the device, or the host, counts.
+OPS = {
+    "all_gather_matmul": (
+        all_gather, (graph_calls, "gather_matmul"), (copy_engines, "gather_matmul"), (A, [torch.zeros(16, 2)])
+    ),
+    "matmul_reduce_scatter": (
+        sums, (graph_calls, "matmul_scatter"), (gpu_reduce_scatter, "matmul_scatter"), torch.zeros(4, 2)
+    ),
+    "matmul_all_reduce": (all_reduce, (graph_calls, "matmul_reduce"), (one_shot, "matmul_reduce"), torch.zeros(8, 2)),
+}  # fmt: skip
+
+
+def plan(handshake: bytes, counted: bool, first=None):
+    return types.SimpleNamespace(
+        transport="symmetric memory", fused=True, counted=counted, first=first, handshake=handshake, chunks=1,
+        decision=types.SimpleNamespace(library=False),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def state():
+    decided: dict[object, object] = {}
+
+    @contextlib.contextmanager
+    def call():
+        yield
+
+    return types.SimpleNamespace(
+        rank=0, world=2, agreed=set(), unreachable="", capture=lambda x: 0, timeout=lambda kind: 1.0,
+        check=lambda: None, call=call, decided=decided.get, decide=lambda key, found: decided.setdefault(key, found),
+        backend=lambda kind: "nccl",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op):
+    module, by_device, by_host, made = OPS[op]
+    issued: list[tuple[str, object]] = []
+
+    def recorder(how: str):
+        def issue(state, plan, *args):
+            issued.append((how, plan))
+            state.agreed.add(plan.handshake)
+            return made
+
+        return issue
+
+    first = plan(b"counted", True)
+    eager = plan(b"by the host", False, first)
+    monkeypatch.setattr(*by_device, recorder("device"))
+    monkeypatch.setattr(*by_host, recorder("host"))
+    monkeypatch.setattr(module, "plan_of", lambda state, request, *args, **more: eager)
+    monkeypatch.setattr(module, "connected_plan", lambda state, plan, *args: plan)
+    request = Request(op, A, [B], [None], ["none"], None, [None], deadline=1.0)
+    if op == "matmul_all_reduce":
+        monkeypatch.setattr(module, "_decide", lambda *args: module._Decided((eager,), A.dtype, A.dtype, False))
+    for _ in range(3):
+        module.run([state] if op == "matmul_all_reduce" else state, request)
+    assert issued == [("device", first), ("host", eager), ("host", eager)]
