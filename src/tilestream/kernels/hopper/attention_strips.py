@@ -1,7 +1,23 @@
-"""The weights of a key block, by the Hopper kernel's softmax: see `tilestream.kernels.portable.attention_strips`.
+"""The Hopper kernels of attention in strips: see `tilestream.kernels.portable.attention_strips`.
 
-A row's weights are added by the threads that have them, so the sum's bits depend on the layout. It is that of
-`tilestream.kernels.hopper.attention_math`: a consumer's 64 rows. Few of them are real.
+*The weights of a key block.* A row's weights are added by the threads that have them, so the sum's bits depend on the
+layout. It is that of `tilestream.kernels.hopper.attention_math`: a consumer's 64 rows. Few of them are real.
+
+*A strip's sums.* An instruction of four warps multiplies 64 rows. It reads weights and values from shared memory, and
+runs while the threads copy the blocks to come::
+
+    for each key block, the last first:
+        o = o * factor
+        start o += weights V                           # 8 instructions, one after the other
+        start to copy a block, STAGES - 2 ahead
+        wait for the copies of the next block, load its factors
+        wait for o
+
+One barrier a block serves both sides: behind it the next block's copies of all threads have landed, and all warps have
+waited for the sums of the block before this one, whose stage is copied into next.
+
+Rows past the tile's real ones have whatever is in shared memory. A row's products are its own, and these rows are not
+stored.
 """
 
 from __future__ import annotations
@@ -9,13 +25,17 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilestream.core.attention_structs import Extents
-from tilestream.kernels.device.softmax import exp_scores, update_max
+from tilestream.core.attention_structs import Extents, Rows
+from tilestream.kernels.device.softmax import exp_scores, finalize, update_max
 from tilestream.kernels.hopper.attention_load import ROWS
+from tilestream.kernels.hopper.compat import barrier
 from tilestream.kernels.hopper.epilogue import mma_layout
-from tilestream.kernels.portable.attention_strips import NUMBERS, place_of_block, tile_of
+from tilestream.kernels.portable.attention import first_of, keys_of_tile, offset_of
+from tilestream.kernels.portable.attention_strips import NUMBERS, UNALIGNED, place_of_block, tile_of
 
 
 @gluon.jit
@@ -70,3 +90,155 @@ def weigh_blocks(
         gl.store(rescales + place, rescale, mask=real)
         gl.store(sums + place, gl.sum(p, 1), mask=real)
         gl.store(tops + of_tile, row_max, mask=real & (block == tile.begin))
+
+
+@gluon.constexpr_function
+def copy_layout(columns):
+    """Four warps' layout of a matrix of 16-bit elements of ``columns`` columns, copied 16 bytes at a time."""
+    threads = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.jit
+def copy_values(buffer, values, start, keys, STRIP: gl.constexpr, C: gl.constexpr):
+    """Start to copy a strip of keys [start, start + C.BLOCK) of V (`Rows`); keys that no row sees are 0."""
+    ALIGN: gl.constexpr = C.ALIGN
+    layout: gl.constexpr = copy_layout(STRIP)
+    row = gl.arange(0, C.BLOCK, gl.SliceLayout(1, layout))
+    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
+    key = start + row
+    real = (key >= keys.low) & (key < keys.high)
+    at = values.at
+    if C.PAGE == 0:
+        at += start.to(tl.int64) * values.row
+    elif C.PAGE >= C.BLOCK:
+        page = tl.minimum(tl.maximum(tl.load(keys.table + start // C.PAGE), 0), keys.pages - 1)
+        at += page.to(tl.int64) * values.batch + (start % C.PAGE).to(tl.int64) * values.row
+    if (C.PAGE == 0) or (C.PAGE >= C.BLOCK):
+        if C.OFFSETS_64BIT:
+            row = row.to(tl.int64)
+        offset = row * values.row
+    else:
+        page = gl.load(keys.table + key // C.PAGE, mask=real, other=0)
+        page = gl.minimum(gl.maximum(page, 0), keys.pages - 1)
+        offset = page.to(tl.int64) * values.batch + (key % C.PAGE).to(tl.int64) * values.row
+    pointers = at + (gl.multiple_of(offset, ALIGN)[:, None] + column[None, :])
+    async_copy.async_copy_global_to_shared(buffer, pointers, mask=real[:, None] & (column >= 0)[None, :])
+
+
+@gluon.jit
+def copy_weights(stages, stage, given, place, rows, there, COPIED: gl.constexpr, C: gl.constexpr):
+    """Start to copy a block's weights, factors and sums from ``place``, its first row among all rows of scratch.
+
+    ``there``: whether the block is one of the tile's. ``COPIED``: a multiple of 8 rows, all real ones among them.
+    """
+    weights, rescales, sums = given
+    p, factors, sums_of = stages
+    layout: gl.constexpr = copy_layout(C.BLOCK)
+    row = gl.arange(0, COPIED, gl.SliceLayout(1, layout))
+    column = gl.arange(0, C.BLOCK, gl.SliceLayout(0, layout))
+    real = (row < rows) & there
+    at = weights + place * C.BLOCK
+    async_copy.async_copy_global_to_shared(
+        p.index(stage).slice(0, COPIED), at + (row[:, None] * C.BLOCK + column[None, :]),
+        mask=real[:, None] & (column >= 0)[None, :],
+    )  # fmt: skip
+    line = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    real = (line < rows) & there
+    async_copy.async_copy_global_to_shared(factors.index(stage), rescales + place + line, mask=real)
+    async_copy.async_copy_global_to_shared(sums_of.index(stage), sums + place + line, mask=real)
+
+
+@gluon.jit(do_not_specialize=(*NUMBERS, "scale"), do_not_specialize_on_alignment=UNALIGNED)
+def chain_strips(
+    v, out, lse, sinks, seqlens_k, block_table, weights, rescales, sums, tops, scale, sequences, seqlen_q, seqlen_k,
+    pages, head_tiles, q_heads_per_kv, left, right, table_stride, blocks, lse_batch, lse_row, lse_head, stride_vb,
+    stride_vr, stride_vh, stride_ob, stride_or, stride_oh, C: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr,
+    COPIED: gl.constexpr, FENCED: gl.constexpr,
+):  # fmt: skip
+    """`tilestream.kernels.portable.attention_strips.add_strips`, by instructions of four warps.
+
+    Values are copied before the launch before has ended. That launch began when all before it had ended, so the values
+    are there.
+    """
+    extents = Extents(
+        None, None, sequences, None, None, seqlens_k, 0, 0, seqlen_q, seqlen_k, head_tiles, q_heads_per_kv, 1, left,
+        right, 0, 0,
+    )  # fmt: skip
+    strip, number = gl.program_id(0), gl.program_id(1)
+    tile = tile_of(number, extents, C)
+    rows = tile.queries * C.PACK
+    v_rows = Rows(v, stride_vb, stride_vr, stride_vh)
+    keys = keys_of_tile(tile, v_rows, v_rows, (block_table, table_stride, pages), extents, C)
+    values = Rows(keys.v.at + strip * STRIP, keys.v.batch, keys.v.row, keys.v.head)
+
+    P_SHAPE: gl.constexpr = (ROWS, C.BLOCK)
+    V_SHAPE: gl.constexpr = (C.BLOCK, STRIP)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(P_SHAPE, v.dtype.element_ty)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(V_SHAPE, v.dtype.element_ty)
+    line_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    P_STAGES: gl.constexpr = (STAGES, ROWS, C.BLOCK)
+    V_STAGES: gl.constexpr = (STAGES, C.BLOCK, STRIP)
+    LINES: gl.constexpr = (STAGES, ROWS)
+    OUTPUT: gl.constexpr = (ROWS, STRIP)
+    p = gl.allocate_shared_memory(v.dtype.element_ty, P_STAGES, p_layout)
+    y = gl.allocate_shared_memory(v.dtype.element_ty, V_STAGES, v_layout)
+    factors = gl.allocate_shared_memory(gl.float32, LINES, line_layout)
+    sums_of = gl.allocate_shared_memory(gl.float32, LINES, line_layout)
+    stages, given = (p, factors, sums_of), (weights, rescales, sums)
+
+    layout: gl.constexpr = mma_layout(STRIP)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    last = tile.end - 1
+    for i in gl.static_range(STAGES - 2):
+        copy_values(y.index(i), values, (last - i) * C.BLOCK, keys, STRIP, C)
+    async_copy.commit_group()
+    gdc_wait()
+    place = place_of_block(number, last, blocks, tile, C)
+    for i in gl.static_range(STAGES - 2):
+        copy_weights(stages, i, given, place, rows, last - i >= tile.begin, COPIED, C)
+        async_copy.commit_group()
+        place -= rows
+    async_copy.wait_group(STAGES - 3)
+    if FENCED:
+        fence_async_shared()
+    barrier()
+    rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
+    o = gl.zeros(OUTPUT, gl.float32, layout)
+    row_sum = gl.zeros([ROWS], gl.float32, rows_layout)
+    stage, free = tl.cast(0, tl.int32), tl.cast(STAGES - 2, tl.int32)
+    for i in range(tile.begin, tile.end):
+        product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
+        row_sum = row_sum * rescale + more
+        block = last - (STAGES - 2) - (i - tile.begin)
+        copy_values(y.index(free), values, block * C.BLOCK, keys, STRIP, C)
+        copy_weights(stages, free, given, place, rows, block >= tile.begin, COPIED, C)
+        async_copy.commit_group()
+        place -= rows
+        free = gl.where(free == STAGES - 1, 0, free + 1)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        async_copy.wait_group(STAGES - 3)
+        if FENCED:
+            fence_async_shared()
+        barrier()
+        rescale, more = factors.index(stage).load(rows_layout), sums_of.index(stage).load(rows_layout)
+        o = warpgroup_mma_wait(0, (product,))
+    async_copy.wait_group(0)
+
+    row = gl.arange(0, ROWS, rows_layout)
+    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
+    real = row < rows
+    of_tile = number.to(tl.int64) * rows + row
+    row_max = gl.load(tops + of_tile, mask=real & (tile.begin < tile.end), other=float("-inf"))
+    head = tile.head * C.PACK
+    factor, logs = finalize(row_max, row_sum, sinks, head, row, scale, C.PACK)
+    out_rows = Rows(out, stride_ob, stride_or, stride_oh)
+    at = first_of(out_rows, tile.batch, tile.origin_q + tile.first, head, C.ALIGN_OUT) + strip * STRIP
+    gl.store(
+        at + (offset_of(row, out_rows, C.ALIGN_OUT, C)[:, None] + column[None, :]),
+        (o * factor[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (column >= 0)[None, :],
+    )  # fmt: skip
+    if lse is not None:
+        lse_rows = Rows(lse, lse_batch, lse_row, lse_head)
+        at = first_of(lse_rows, tile.batch, tile.origin_q + tile.first, head, 1)
+        gl.store(at + offset_of(row, lse_rows, 1, C), logs, mask=real & (strip == 0))

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.core.integers import cdiv
-from tilestream.kernels.hopper.attention_strips import weigh_blocks
+from tilestream.kernels.hopper.attention_strips import chain_strips, weigh_blocks
 from tilestream.kernels.portable.attention_strips import add_strips, score_blocks
 from tilestream.launch.attention_arguments import GIVEN, AttentionLayout
 from tilestream.launch.pack import Pack
 from tilestream.launch.portable.attention_arguments import AttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.plan.policy.hopper_strips import copied_rows, stages_of
+
+#: The kernel of the third launch: ``"four warps"``, with instructions of four warps; ``"one warp"``, of one.
+CHAINS_BY = "four warps"
+#: Whether a fence between copies and instructions of four warps is issued. Triton's own loops have none.
+FENCED = True
 
 
 class Scratch(NamedTuple):
@@ -33,10 +39,13 @@ class StripArguments(AttentionArguments):
         self.blocks = cdiv(p.seqlen_k, plan.block[1])
         self.tiles = p.batch * p.heads_q // plan.pack
         self.strip = p.head_dim_v // plan.strips
+        self.copied = copied_rows(p, plan.pack)
+        self.stages = stages_of(plan.block[1], self.strip)
 
     def pack(self, kernel: Any) -> Pack:
         """The `Pack` of a kernel's arguments, for values in the order of `GIVEN`, then of `Scratch`."""
         fixed = {**self._numbers(), "blocks": self.blocks, "STRIP": self.strip, "C": self.config()}
+        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED}
         return Pack(kernel, fixed, GIVEN, Scratch._fields)
 
     def kernels(self) -> list[tuple[Any, tuple[int, int, int], dict[str, int]]]:
@@ -44,7 +53,10 @@ class StripArguments(AttentionArguments):
         plan = self.plan
         a_block, four = (self.blocks, self.tiles, 1), {"num_warps": 4, "launch_pdl": True}
         of_strip = four | {"num_warps": plan.warps, "num_stages": plan.stages}
+        chain = add_strips
+        if CHAINS_BY == "four warps":
+            chain, of_strip = chain_strips, four
         return [
             (score_blocks, a_block, four), (weigh_blocks, a_block, four),
-            (add_strips, (plan.strips, self.tiles, 1), of_strip),
+            (chain, (plan.strips, self.tiles, 1), of_strip),
         ]  # fmt: skip

@@ -30,6 +30,8 @@ LEAST_ROWS, MOST_ROWS = 16, policy.ROWS
 MOST_COLUMNS = 128
 #: The most tiles: programs of a grid's second extent.
 MOST_TILES = 2**16 - 1
+#: Bytes of shared memory of a strip's program, and the most stages.
+SHARED, MOST_STAGES = 227 * 1024, 8
 #: Floats to which parts of the scratch are rounded up: 128 bytes.
 _LINE = 32
 #: Seconds of 128 keys in the chain: eight multiplications of 33 cycles, the loads' barrier, the scaling. A prediction:
@@ -67,6 +69,11 @@ def rows_of(problem: AttentionProblem, pack: int) -> int:
     return max(LEAST_ROWS, 1 << (pack * problem.seqlen_q - 1).bit_length())
 
 
+def copied_rows(problem: AttentionProblem, pack: int) -> int:
+    """The rows of weights that a strip's program copies: the real ones, rounded up to a power of two and to 8."""
+    return max(8, 1 << (pack * problem.seqlen_q - 1).bit_length())
+
+
 def width_of(columns: int, tiles: int, workers: int) -> int:
     """The columns of a strip: as many as leave strips for half of the workers."""
     fitting = [width for width in WIDTHS if columns % width == 0]
@@ -79,6 +86,12 @@ def warps_of(width: int, rows: int) -> int:
     Four if a tile has the rows of an instruction of four warps.
     """
     return 4 if rows >= MOST_ROWS else min(4, width // 8)
+
+
+def stages_of(block: int, width: int) -> int:
+    """The stages of a strip's program: weights of 64 rows, values, and two numbers of 32 bits for each row."""
+    stage = 2 * MOST_ROWS * block + 2 * block * width + 8 * MOST_ROWS
+    return min(MOST_STAGES, SHARED // stage)
 
 
 def scratch_of(plan: AttentionPlan) -> list[int]:
