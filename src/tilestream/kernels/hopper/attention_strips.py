@@ -26,7 +26,12 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.core.attention_structs import Extents, Rows
@@ -34,6 +39,7 @@ from tilestream.kernels.device.softmax import exp_scores, finalize, update_max
 from tilestream.kernels.hopper.attention_load import ROWS
 from tilestream.kernels.hopper.compat import barrier
 from tilestream.kernels.hopper.epilogue import mma_layout
+from tilestream.kernels.hopper.ring import make_barriers, step
 from tilestream.kernels.portable.attention import first_of, keys_of_tile, offset_of
 from tilestream.kernels.portable.attention_strips import NUMBERS, UNALIGNED, place_of_block, tile_of
 
@@ -149,12 +155,157 @@ def copy_weights(stages, stage, given, place, rows, there, COPIED: gl.constexpr,
     async_copy.async_copy_global_to_shared(sums_of.index(stage), sums + place + line, mask=real)
 
 
+@gluon.jit
+def store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP: gl.constexpr, C: gl.constexpr):
+    """Store a strip of a tile's output; the programs of the first strip also store the log-sum-exp.
+
+    ``outputs``: the output and the log-sum-exp as `Rows`, the sinks, and the rows' maxima.
+    """
+    out, lse, sinks, tops = outputs
+    layout: gl.constexpr = mma_layout(STRIP)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
+    rows = tile.queries * C.PACK
+    real = row < rows
+    of_tile = number.to(tl.int64) * rows + row
+    row_max = gl.load(tops + of_tile, mask=real & (tile.begin < tile.end), other=float("-inf"))
+    head = tile.head * C.PACK
+    factor, logs = finalize(row_max, row_sum, sinks, head, row, scale, C.PACK)
+    at = first_of(out, tile.batch, tile.origin_q + tile.first, head, C.ALIGN_OUT) + strip * STRIP
+    gl.store(
+        at + (offset_of(row, out, C.ALIGN_OUT, C)[:, None] + column[None, :]),
+        (o * factor[:, None]).to(out.at.dtype.element_ty), mask=real[:, None] & (column >= 0)[None, :],
+    )  # fmt: skip
+    if lse.at is not None:
+        at = first_of(lse, tile.batch, tile.origin_q + tile.first, head, 1)
+        gl.store(at + offset_of(row, lse, 1, C), logs, mask=real & (strip == 0))
+
+
+@gluon.jit
+def load_stages(stages, barriers, values, given, keys, at, COPIED: gl.constexpr, C: gl.constexpr):
+    """The load warps: copy a tile's key blocks, the last first, each into a stage whose block is done.
+
+    ``at``: the tile's first key block and the one past its last, its rows, and the place of scratch of its last block's
+    first row. Values of the first stages are copied before the launch before has ended.
+    """
+    p, y, factors, sums_of = stages
+    full, empty = barriers
+    begin, end, rows, place = at
+    STAGES: gl.constexpr = y.shape[0]
+    STRIP: gl.constexpr = y.shape[2]
+    for i in gl.static_range(STAGES):
+        copy_values(y.index(i), values, (end - 1 - i) * C.BLOCK, keys, STRIP, C)
+    gdc_wait()
+    for i in gl.static_range(STAGES):
+        copy_weights((p, factors, sums_of), i, given, place, rows, end - 1 - i >= begin, COPIED, C)
+        async_copy.mbarrier_arrive(full.index(i), increment_count=False)
+        place -= rows
+    stage, phase = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    for i in range(begin, end - STAGES):
+        mbarrier.wait(empty.index(stage), phase)
+        block = end - 1 - STAGES - (i - begin)
+        copy_values(y.index(stage), values, block * C.BLOCK, keys, STRIP, C)
+        copy_weights((p, factors, sums_of), stage, given, place, rows, block >= begin, COPIED, C)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        place -= rows
+        stage, phase = step(stage, phase, STAGES)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def add_stages(
+    stages, barriers, number, strip, tile, outputs, scale, FENCED: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """The math warps: multiply a tile's blocks as they land, and store the strip."""
+    p, y, factors, sums_of = stages
+    full, empty = barriers
+    STAGES: gl.constexpr = y.shape[0]
+    STRIP: gl.constexpr = y.shape[2]
+    layout: gl.constexpr = mma_layout(STRIP)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    OUTPUT: gl.constexpr = (ROWS, STRIP)
+    gdc_wait()
+    o = gl.zeros(OUTPUT, gl.float32, layout)
+    row_sum = gl.zeros([ROWS], gl.float32, rows_layout)
+    stage, phase = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    mbarrier.wait(full.index(0), 0)
+    if FENCED:
+        fence_async_shared()
+    rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
+    for i in range(tile.begin, tile.end):
+        product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
+        row_sum = row_sum * rescale + more
+        done = stage
+        stage, phase = step(stage, phase, STAGES)
+        if i + 1 < tile.end:
+            mbarrier.wait(full.index(stage), phase)
+            if FENCED:
+                fence_async_shared()
+        rescale, more = factors.index(stage).load(rows_layout), sums_of.index(stage).load(rows_layout)
+        o = warpgroup_mma_wait(0, (product,))
+        mbarrier.arrive(empty.index(done))
+    store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP, C)
+
+
+@gluon.jit
+def interleave_stages(
+    stages, values, given, keys, place, number, strip, tile, outputs, scale, COPIED: gl.constexpr,
+    FENCED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """`load_stages` and `add_stages` by the same warps: they copy while their instructions run."""
+    p, y, factors, sums_of = stages
+    stages = p, factors, sums_of
+    STAGES: gl.constexpr = y.shape[0]
+    STRIP: gl.constexpr = y.shape[2]
+    OUTPUT: gl.constexpr = (ROWS, STRIP)
+    rows = tile.queries * C.PACK
+    layout: gl.constexpr = mma_layout(STRIP)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    last = tile.end - 1
+    for i in gl.static_range(STAGES - 2):
+        copy_values(y.index(i), values, (last - i) * C.BLOCK, keys, STRIP, C)
+    async_copy.commit_group()
+    gdc_wait()
+    for i in gl.static_range(STAGES - 2):
+        copy_weights(stages, i, given, place, rows, last - i >= tile.begin, COPIED, C)
+        async_copy.commit_group()
+        place -= rows
+    async_copy.wait_group(STAGES - 3)
+    barrier()
+    if FENCED:
+        fence_async_shared()
+    rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
+    o = gl.zeros(OUTPUT, gl.float32, layout)
+    row_sum = gl.zeros([ROWS], gl.float32, rows_layout)
+    stage, free = tl.cast(0, tl.int32), tl.cast(STAGES - 2, tl.int32)
+    for i in range(tile.begin, tile.end):
+        product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
+        row_sum = row_sum * rescale + more
+        block = last - (STAGES - 2) - (i - tile.begin)
+        copy_values(y.index(free), values, block * C.BLOCK, keys, STRIP, C)
+        copy_weights(stages, free, given, place, rows, block >= tile.begin, COPIED, C)
+        async_copy.commit_group()
+        place -= rows
+        free = gl.where(free == STAGES - 1, 0, free + 1)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        async_copy.wait_group(STAGES - 3)
+        barrier()
+        if FENCED:
+            fence_async_shared()
+        rescale, more = factors.index(stage).load(rows_layout), sums_of.index(stage).load(rows_layout)
+        o = warpgroup_mma_wait(0, (product,))
+    async_copy.wait_group(0)
+
+    store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP, C)
+
+
 @gluon.jit(do_not_specialize=(*NUMBERS, "scale"), do_not_specialize_on_alignment=UNALIGNED)
 def chain_strips(
     v, out, lse, sinks, seqlens_k, block_table, weights, rescales, sums, tops, scale, sequences, seqlen_q, seqlen_k,
     pages, head_tiles, q_heads_per_kv, left, right, table_stride, blocks, lse_batch, lse_row, lse_head, stride_vb,
     stride_vr, stride_vh, stride_ob, stride_or, stride_oh, C: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr,
-    COPIED: gl.constexpr, FENCED: gl.constexpr,
+    COPIED: gl.constexpr, FENCED: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """`tilestream.kernels.portable.attention_strips.add_strips`, by instructions of four warps.
 
@@ -180,65 +331,27 @@ def chain_strips(
     P_STAGES: gl.constexpr = (STAGES, ROWS, C.BLOCK)
     V_STAGES: gl.constexpr = (STAGES, C.BLOCK, STRIP)
     LINES: gl.constexpr = (STAGES, ROWS)
-    OUTPUT: gl.constexpr = (ROWS, STRIP)
     p = gl.allocate_shared_memory(v.dtype.element_ty, P_STAGES, p_layout)
     y = gl.allocate_shared_memory(v.dtype.element_ty, V_STAGES, v_layout)
     factors = gl.allocate_shared_memory(gl.float32, LINES, line_layout)
     sums_of = gl.allocate_shared_memory(gl.float32, LINES, line_layout)
-    stages, given = (p, factors, sums_of), (weights, rescales, sums)
-
-    layout: gl.constexpr = mma_layout(STRIP)
-    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    last = tile.end - 1
-    for i in gl.static_range(STAGES - 2):
-        copy_values(y.index(i), values, (last - i) * C.BLOCK, keys, STRIP, C)
-    async_copy.commit_group()
-    gdc_wait()
-    place = place_of_block(number, last, blocks, tile, C)
-    for i in gl.static_range(STAGES - 2):
-        copy_weights(stages, i, given, place, rows, last - i >= tile.begin, COPIED, C)
-        async_copy.commit_group()
-        place -= rows
-    async_copy.wait_group(STAGES - 3)
-    if FENCED:
+    given = weights, rescales, sums
+    outputs = Rows(out, stride_ob, stride_or, stride_oh), Rows(lse, lse_batch, lse_row, lse_head), sinks, tops
+    if BESIDE:
+        full, empty = make_barriers(STAGES, 128), make_barriers(STAGES, 1)
         fence_async_shared()
-    barrier()
-    rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
-    o = gl.zeros(OUTPUT, gl.float32, layout)
-    row_sum = gl.zeros([ROWS], gl.float32, rows_layout)
-    stage, free = tl.cast(0, tl.int32), tl.cast(STAGES - 2, tl.int32)
-    for i in range(tile.begin, tile.end):
-        product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
-        row_sum = row_sum * rescale + more
-        block = last - (STAGES - 2) - (i - tile.begin)
-        copy_values(y.index(free), values, block * C.BLOCK, keys, STRIP, C)
-        copy_weights(stages, free, given, place, rows, block >= tile.begin, COPIED, C)
-        async_copy.commit_group()
-        place -= rows
-        free = gl.where(free == STAGES - 1, 0, free + 1)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        async_copy.wait_group(STAGES - 3)
-        if FENCED:
-            fence_async_shared()
-        barrier()
-        rescale, more = factors.index(stage).load(rows_layout), sums_of.index(stage).load(rows_layout)
-        o = warpgroup_mma_wait(0, (product,))
-    async_copy.wait_group(0)
-
-    row = gl.arange(0, ROWS, rows_layout)
-    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
-    real = row < rows
-    of_tile = number.to(tl.int64) * rows + row
-    row_max = gl.load(tops + of_tile, mask=real & (tile.begin < tile.end), other=float("-inf"))
-    head = tile.head * C.PACK
-    factor, logs = finalize(row_max, row_sum, sinks, head, row, scale, C.PACK)
-    out_rows = Rows(out, stride_ob, stride_or, stride_oh)
-    at = first_of(out_rows, tile.batch, tile.origin_q + tile.first, head, C.ALIGN_OUT) + strip * STRIP
-    gl.store(
-        at + (offset_of(row, out_rows, C.ALIGN_OUT, C)[:, None] + column[None, :]),
-        (o * factor[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (column >= 0)[None, :],
-    )  # fmt: skip
-    if lse is not None:
-        lse_rows = Rows(lse, lse_batch, lse_row, lse_head)
-        at = first_of(lse_rows, tile.batch, tile.origin_q + tile.first, head, 1)
-        gl.store(at + offset_of(row, lse_rows, 1, C), logs, mask=real & (strip == 0))
+        place = place_of_block(number, tile.end - 1, blocks, tile, C)
+        at = tile.begin, tile.end, rows, place
+        gl.warp_specialize(
+            [
+                (add_stages, ((p, y, factors, sums_of), (full, empty), number, strip, tile, outputs, scale, FENCED, C)),
+                (load_stages, ((p, y, factors, sums_of), (full, empty), values, given, keys, at, COPIED, C)),
+            ],
+            [4], [96],
+        )  # fmt: skip
+    else:
+        place = place_of_block(number, tile.end - 1, blocks, tile, C)
+        interleave_stages(
+            (p, y, factors, sums_of), values, given, keys, place, number, strip, tile, outputs,
+            scale, COPIED, FENCED, C,
+        )  # fmt: skip

@@ -13,8 +13,9 @@ from tilestream.launch.portable.attention_arguments import AttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy.hopper_strips import copied_rows, stages_of
 
-#: The kernel of the third launch: ``"four warps"``, with instructions of four warps; ``"one warp"``, of one.
-CHAINS_BY = "four warps"
+#: The kernel of the third launch: with instructions ``"of four warps"``, of four warps and ``"loads beside"`` that have
+#: warps of their own, or ``"of one warp"``.
+CHAINS = "loads beside"
 #: Whether a fence between copies and instructions of four warps is issued. Triton's own loops have none.
 FENCED = True
 
@@ -45,7 +46,7 @@ class StripArguments(AttentionArguments):
     def pack(self, kernel: Any) -> Pack:
         """The `Pack` of a kernel's arguments, for values in the order of `GIVEN`, then of `Scratch`."""
         fixed = {**self._numbers(), "blocks": self.blocks, "STRIP": self.strip, "C": self.config()}
-        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED}
+        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED, "BESIDE": CHAINS == "loads beside"}
         return Pack(kernel, fixed, GIVEN, Scratch._fields)
 
     def kernels(self) -> list[tuple[Any, tuple[int, int, int], dict[str, int]]]:
@@ -54,7 +55,7 @@ class StripArguments(AttentionArguments):
         a_block, four = (self.blocks, self.tiles, 1), {"num_warps": 4, "launch_pdl": True}
         of_strip = four | {"num_warps": plan.warps, "num_stages": plan.stages}
         chain = add_strips
-        if CHAINS_BY == "four warps":
+        if CHAINS != "of one warp":
             chain, of_strip = chain_strips, four
         return [
             (score_blocks, a_block, four), (weigh_blocks, a_block, four),
