@@ -118,8 +118,9 @@ def copy_values(buffer, values, start, keys, STRIP: gl.constexpr, C: gl.constexp
     if C.PAGE == 0:
         at += start.to(tl.int64) * values.row
     elif C.PAGE >= C.BLOCK:
-        page = tl.minimum(tl.maximum(tl.load(keys.table + start // C.PAGE), 0), keys.pages - 1)
-        at += page.to(tl.int64) * values.batch + (start % C.PAGE).to(tl.int64) * values.row
+        first = tl.maximum(start, 0)  # before the tile's first key no key is copied
+        page = tl.minimum(tl.maximum(tl.load(keys.table + first // C.PAGE), 0), keys.pages - 1)
+        at += page.to(tl.int64) * values.batch + (first % C.PAGE).to(tl.int64) * values.row
     if (C.PAGE == 0) or (C.PAGE >= C.BLOCK):
         if C.OFFSETS_64BIT:
             row = row.to(tl.int64)
@@ -185,6 +186,8 @@ def store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP: gl.conste
 def load_stages(stages, barriers, values, given, keys, at, COPIED: gl.constexpr, C: gl.constexpr):
     """The load warps: copy a tile's key blocks, the last first, each into a stage whose block is done.
 
+    Of the first blocks the last stage stays free: a stage is released while the block after it is multiplied.
+
     ``at``: the tile's first key block and the one past its last, its rows, and the place of scratch of its last block's
     first row. Values of the first stages are copied before the launch before has ended.
     """
@@ -193,17 +196,17 @@ def load_stages(stages, barriers, values, given, keys, at, COPIED: gl.constexpr,
     begin, end, rows, place = at
     STAGES: gl.constexpr = y.shape[0]
     STRIP: gl.constexpr = y.shape[2]
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(STAGES - 1):
         copy_values(y.index(i), values, (end - 1 - i) * C.BLOCK, keys, STRIP, C)
     gdc_wait()
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(STAGES - 1):
         copy_weights((p, factors, sums_of), i, given, place, rows, end - 1 - i >= begin, COPIED, C)
         async_copy.mbarrier_arrive(full.index(i), increment_count=False)
         place -= rows
-    stage, phase = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
-    for i in range(begin, end - STAGES):
+    stage, phase = tl.cast(STAGES - 1, tl.int32), tl.cast(0, tl.int32)
+    for i in range(begin, end - STAGES + 2):  # and one of zeros, which the math warps wait for
         mbarrier.wait(empty.index(stage), phase)
-        block = end - 1 - STAGES - (i - begin)
+        block = end - STAGES - (i - begin)
         copy_values(y.index(stage), values, block * C.BLOCK, keys, STRIP, C)
         copy_weights((p, factors, sums_of), stage, given, place, rows, block >= begin, COPIED, C)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -214,8 +217,31 @@ def load_stages(stages, barriers, values, given, keys, at, COPIED: gl.constexpr,
 
 
 @gluon.jit
+def add_stage(stages, barriers, sums, before, stage, following, phase, FENCED: gl.constexpr):
+    """Add the block of a stage, release the stage ``before``, and load the factors of the next block, once it is there.
+
+    ``sums``: the output, the rows' sums, and the block's factors and sums; returned are the next block's. ``following``
+    and ``phase``: the next block's stage, and its phase.
+    """
+    p, y, factors, sums_of = stages
+    full, empty = barriers
+    o, row_sum, rescale, more = sums
+    rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(y.shape[2]))
+    product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
+    row_sum = row_sum * rescale + more
+    mbarrier.arrive(empty.index(before))
+    mbarrier.wait(full.index(following), phase)
+    if FENCED:
+        fence_async_shared()
+    rescale, more = factors.index(following).load(rows_layout), sums_of.index(following).load(rows_layout)
+    o = warpgroup_mma_wait(0, (product,))
+    return o, row_sum, rescale, more
+
+
+@gluon.jit
 def add_stages(
-    stages, barriers, number, strip, tile, outputs, scale, FENCED: gl.constexpr, C: gl.constexpr
+    stages, barriers, number, strip, tile, outputs, scale, FENCED: gl.constexpr, UNROLLED: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """The math warps: multiply a tile's blocks as they land, and store the strip."""
     p, y, factors, sums_of = stages
@@ -233,18 +259,18 @@ def add_stages(
     if FENCED:
         fence_async_shared()
     rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
-    for i in range(tile.begin, tile.end):
-        product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
-        row_sum = row_sum * rescale + more
-        done = stage
-        stage, phase = step(stage, phase, STAGES)
-        if i + 1 < tile.end:
-            mbarrier.wait(full.index(stage), phase)
-            if FENCED:
-                fence_async_shared()
-        rescale, more = factors.index(stage).load(rows_layout), sums_of.index(stage).load(rows_layout)
-        o = warpgroup_mma_wait(0, (product,))
-        mbarrier.arrive(empty.index(done))
+    sums = o, row_sum, rescale, more
+    before = stage + (STAGES - 1)  # free from the start: the load warps fill it when the first block is multiplied
+    rounds = tl.maximum(tile.end - tile.begin, 0) // STAGES if UNROLLED else tile.begin * 0
+    for _ in range(rounds):
+        for i in gl.static_range(STAGES):
+            sums = add_stage(stages, barriers, sums, (i + STAGES - 1) % STAGES, i, (i + 1) % STAGES, phase ^ (i == STAGES - 1), FENCED)
+        phase = phase ^ 1
+    for _ in range(tile.begin + rounds * STAGES, tile.end):
+        following, phase = step(stage, phase, STAGES)
+        sums = add_stage(stages, barriers, sums, before, stage, following, phase, FENCED)
+        before, stage = stage, following
+    o, row_sum, _, _ = sums
     store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP, C)
 
 
@@ -305,7 +331,7 @@ def chain_strips(
     v, out, lse, sinks, seqlens_k, block_table, weights, rescales, sums, tops, scale, sequences, seqlen_q, seqlen_k,
     pages, head_tiles, q_heads_per_kv, left, right, table_stride, blocks, lse_batch, lse_row, lse_head, stride_vb,
     stride_vr, stride_vh, stride_ob, stride_or, stride_oh, C: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr,
-    COPIED: gl.constexpr, FENCED: gl.constexpr, BESIDE: gl.constexpr,
+    COPIED: gl.constexpr, FENCED: gl.constexpr, BESIDE: gl.constexpr, UNROLLED: gl.constexpr,
 ):  # fmt: skip
     """`tilestream.kernels.portable.attention_strips.add_strips`, by instructions of four warps.
 
@@ -344,7 +370,7 @@ def chain_strips(
         at = tile.begin, tile.end, rows, place
         gl.warp_specialize(
             [
-                (add_stages, ((p, y, factors, sums_of), (full, empty), number, strip, tile, outputs, scale, FENCED, C)),
+                (add_stages, ((p, y, factors, sums_of), (full, empty), number, strip, tile, outputs, scale, FENCED, UNROLLED, C)),
                 (load_stages, ((p, y, factors, sums_of), (full, empty), values, given, keys, at, COPIED, C)),
             ],
             [4], [96],

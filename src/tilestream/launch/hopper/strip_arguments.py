@@ -18,6 +18,8 @@ from tilestream.plan.policy.hopper_strips import copied_rows, stages_of
 CHAINS = "loads beside"
 #: Whether a fence between copies and instructions of four warps is issued. Triton's own loops have none.
 FENCED = True
+#: Whether math warps with loads beside them have a loop over rounds of stages, whose addresses are then constants.
+UNROLLED = True
 
 
 class Scratch(NamedTuple):
@@ -46,7 +48,7 @@ class StripArguments(AttentionArguments):
     def pack(self, kernel: Any) -> Pack:
         """The `Pack` of a kernel's arguments, for values in the order of `GIVEN`, then of `Scratch`."""
         fixed = {**self._numbers(), "blocks": self.blocks, "STRIP": self.strip, "C": self.config()}
-        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED, "BESIDE": CHAINS == "loads beside"}
+        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED, "BESIDE": CHAINS == "loads beside", "UNROLLED": UNROLLED}
         return Pack(kernel, fixed, GIVEN, Scratch._fields)
 
     def kernels(self) -> list[tuple[Any, tuple[int, int, int], dict[str, int]]]:
