@@ -1,7 +1,7 @@
 """The compile gate of attention whose values are taken in strips: its three kernels, by columns and by what is masked.
 
-The weights' kernel has as many exponentials and shuffles as the Hopper kernel has for a block. The strips' kernel
-copies weights and values ahead of the products that need them.
+The weights' kernel has as many exponentials and shuffles as the Hopper kernel has for a block. The strips' kernel has
+the instructions of a block for each stage of a round, and once more for the blocks of the last round.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from tilestream.launch.hopper.strip_arguments import Scratch, StripArguments
 from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention, hopper_strips
+from tilestream.plan.policy.hopper_strips import stages_of
 from tilestream_tools.isa.kernels import attention_operands, pointer
 
-KERNELS = ("score_blocks", "weigh_blocks", "add_strips")
+KERNELS = ("score_blocks", "weigh_blocks", "chain_strips")
 #: What a problem has beside its columns.
 HOWS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True, "return_lse": True},
@@ -71,15 +72,20 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
             "waits for the launch before": (found.count_ptx(r"\bgriddepcontrol\.wait"), 1),
         }
         return wanted
+    if case.how == 2:
+        loops = stages_of(block, p.head_dim_v // case.plan.strips) + 1
+        return wanted | {
+            # An instruction of four warps has 64 rows, and 16 of the sum's terms.
+            "products": (found.count_sass(r"\bHGMMA"), loops * block // 16),
+            "copies": ("LDGSTS" in found.sass, True),
+            "waits for the launch before": (found.count_ptx(r"\bgriddepcontrol\.wait"), 2),
+            "registers of the load warps": (found.count_ptx(r"\bsetmaxnreg\.\w+\S* 96;"), range(1, 3)),
+        }
     # An instruction of a warp has 16 rows, 16 of the sum's terms and 8 columns; one of four warps has 64 rows.
-    terms = 1 << (p.head_dim - 1).bit_length() if case.how == 0 else block
-    width = block if case.how == 0 else p.head_dim_v // case.plan.strips
-    warps = 4 if case.how == 0 else case.plan.warps
-    of_four = rows == hopper_attention.ROWS and warps == 4
-    each = terms // 16 if of_four else terms * width * rows // (16 * 16 * 8 * warps)
-    ahead = case.how == 2 and "LDGSTS" in found.sass
+    terms = 1 << (p.head_dim - 1).bit_length()
+    of_four = rows == hopper_attention.ROWS
+    each = terms // 16 if of_four else terms * block * rows // (16 * 16 * 8 * 4)
     return wanted | {
         "products": ((found.count_sass(r"\bHMMA"), found.count_sass(r"\bHGMMA")), (0, each) if of_four else (each, 0)),
-        "copies ahead": (ahead, case.how == 2),
         "waits for the launch before": (found.count_ptx(r"\bgriddepcontrol\.wait"), 1),
     }

@@ -160,6 +160,7 @@ class Warps:
     def arrive_when_copied(self, bar: Any, increment_count: bool) -> None:
         assert not increment_count
         assert bar.count == 128
+        assert not bar.arrived, "each phase is waited for"
         bar.copies, self.copies[self.who()] = self.copies[self.who()], []
         bar.arrived += 128
 
@@ -169,14 +170,18 @@ class Warps:
 
     def arrive(self, bar: Any) -> None:
         bar.arrived += 1
+        self.settle(bar)
+
+    def settle(self, bar: Any) -> None:
+        """Copies land, and the barrier's phase ends, if all have arrived."""
+        if bar.arrived == bar.count:
+            for land in bar.copies:
+                land()
+            bar.arrived, bar.phase, bar.copies = 0, bar.phase + 1, []
 
     def wait(self, bar: Any, parity: int) -> None:
         def passed() -> bool:
-            if bar.arrived == bar.count:
-                for land in bar.copies:
-                    land()
-                bar.arrived, bar.phase, bar.copies = 0, bar.phase + 1, []
-            assert bar.arrived < bar.count
+            self.settle(bar)
             return bool(bar.phase & 1 != parity)
 
         self.until(passed)

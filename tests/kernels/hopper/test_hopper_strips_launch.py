@@ -26,7 +26,7 @@ from tilestream.plan.policy import hopper_strips
 from tilestream.runtime.device_workspace import Words
 from tilestream_tools.warm.ahead import ahead
 
-KERNELS = ["score_blocks", "weigh_blocks", "add_strips"]
+KERNELS = ["score_blocks", "weigh_blocks", "chain_strips"]
 
 
 class Recorded:
@@ -68,8 +68,8 @@ def test_three_launches_have_a_program_for_each_block_or_strip(launched):
     assert [one.grid for one in kernels] == [(3, 6, 1), (3, 6, 1), (4, 6, 1)]
     assert [one.compiled for one in kernels] == [1, 1, 1]
     assert all(len(one.launches) == 2 and one.options["launch_pdl"] for one in kernels)
-    assert [one.options["num_warps"] for one in kernels] == [4, 4, plan.warps]
-    assert kernels[2].options["num_stages"] == plan.stages
+    assert [one.options["num_warps"] for one in kernels] == [4, 4, 4]
+    assert kernels[2].launches[-1]["STAGES"] == 8
 
 
 def test_they_share_scratch_that_does_not_overlap(launched):

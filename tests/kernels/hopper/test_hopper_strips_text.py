@@ -23,6 +23,8 @@ CASES = {
     "top left": ((9, 260), {"heads": (4, 2), "causal": "top_left"}),
     "window": ((4, 400), {"heads": (4, 2), "causal": True, "window": (150, None)}),
     "a window of one block": ((2, 500), {"heads": (4, 2), "causal": True, "window": (30, None)}),
+    "as many blocks as stages": ((1, 1024), {"heads": (4, 2), "causal": True}),
+    "two rounds of stages, and more": ((2, 2100), {"heads": (4, 2), "causal": True}),
     "128 columns": ((2, 300), {"heads": (4, 2), "causal": True, "dims": (128, 128)}),
     "80 columns": ((2, 300), {"heads": (4, 2), "causal": True, "dims": (80, 80)}),
     "more columns of keys": ((2, 300), {"heads": (4, 2), "causal": True, "dims": (128, 64)}),
@@ -62,15 +64,14 @@ def test_a_step_has_the_bits_of_the_prompts_last_row(exact):  # noqa: F811
             assert np.array_equal(lse[mine], want_lse[-queries:])
 
 
-PORTABLE, HOPPER = (f"tilestream.kernels.{one}.attention_strips" for one in ("portable", "hopper"))
+HOPPER = "tilestream.kernels.hopper.attention_strips"
 #: Sums in an order that depends on what is beside a row, or in another than the kernel's. Their values are as good.
 EDITS = {
-    "a sum begins anew at places that the batch decides": at(
-        f"{PORTABLE}:add_strips",
+    "a sum begins anew in every other stage": at(
+        f"{HOPPER}:add_stage",
+        replace("o * rescale[:, None]", "(stage % 2) * o * rescale[:, None]"),
         replace(
-            "tl.dot(...)",
-            "tl.dot(p, y, (block % 2 == tile.batch % 2) * o * rescale[:, None], input_precision=C.PRECISION) + "
-            "(block % 2 != tile.batch % 2) * o * rescale[:, None]",
+            "warpgroup_mma_wait(...)", "warpgroup_mma_wait(0, (product,)) + (1 - stage % 2) * sums[0] * sums[2][:, None]"
         ),
     ),
     "the running maximum leaves out the block before": at(

@@ -211,7 +211,8 @@ def load_stages(stages, barriers, values, given, keys, at, COPIED: gl.constexpr,
         copy_weights((p, factors, sums_of), stage, given, place, rows, block >= begin, COPIED, C)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         place -= rows
-        stage, phase = step(stage, phase, STAGES)
+        stage, _ = step(stage, phase, STAGES)
+        phase = phase ^ (stage == STAGES - 1)  # the last stage was released first
     async_copy.commit_group()
     async_copy.wait_group(0)
 
