@@ -87,9 +87,10 @@ def weigh_blocks(
         inside = real[:, None] & (column >= 0)[None, :]
         place = place_of_block(number, block, blocks, tile, C) + row
         at = place[:, None] * C.BLOCK + column[None, :]
-        x = gl.load(partials + at, mask=inside, other=float("-inf"))
         of_tile = number.to(tl.int64) * rows + row
         row_max = running_max(maxima, of_tile, block, blocks, tile.end, real, C)
+        # Scores after the other maxima: not both at a time are in registers.
+        x = gl.load(partials + at, mask=inside, other=float("-inf"))
         row_max, shift, rescale = update_max(x, row_max, scale, True, False, C.LEFT)
         p = exp_scores(x, scale, shift)
         gl.store(weights + at, p.to(weights.dtype.element_ty), mask=inside)

@@ -20,6 +20,8 @@ CHAINS = "loads beside"
 FENCED = True
 #: Whether math warps with loads beside them have a loop over rounds of stages, whose addresses are then constants.
 UNROLLED = True
+#: Registers of a thread of the second and third launches: four programs of the second run on an SM at a time.
+REGISTERS = 128
 
 
 class Scratch(NamedTuple):
@@ -58,8 +60,9 @@ class StripArguments(AttentionArguments):
         of_strip = four | {"num_warps": plan.warps, "num_stages": plan.stages}
         chain = add_strips
         if CHAINS != "of one warp":
-            chain, of_strip = chain_strips, four
+            # A program of the third launch begins beside those of the second, if there are registers left for it.
+            chain, of_strip = chain_strips, four | {"maxnreg": REGISTERS}
         return [
-            (score_blocks, a_block, four), (weigh_blocks, a_block, four),
+            (score_blocks, a_block, four), (weigh_blocks, a_block, four | {"maxnreg": REGISTERS}),
             (chain, (plan.strips, self.tiles, 1), of_strip),
         ]  # fmt: skip
