@@ -79,7 +79,7 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
             "products": (found.count_sass(r"\bHGMMA"), loops * block // 16),
             "copies": ("LDGSTS" in found.sass, True),
             "waits for the launch before": (found.count_ptx(r"\bgriddepcontrol\.wait"), 2),
-            "registers of the load warps": (found.count_ptx(r"\bsetmaxnreg\S+\s+96;"), range(1, 3)),
+            "registers of the load warps": (found.count_ptx(r"\bsetmaxnreg\S+\s+120;"), range(1, 3)),
         }
     # An instruction of a warp has 16 rows, 16 of the sum's terms and 8 columns; one of four warps has 64 rows.
     terms = 1 << (p.head_dim - 1).bit_length()

@@ -63,7 +63,7 @@ def launched(monkeypatch):
 
 
 def test_three_launches_have_a_program_for_each_block_or_strip(launched):
-    plan, kernels, _, _ = launched
+    _, kernels, _, _ = launched
     assert [one.function.fn.__name__ for one in kernels] == KERNELS
     assert [one.grid for one in kernels] == [(3, 6, 1), (3, 6, 1), (4, 6, 1)]
     assert [one.compiled for one in kernels] == [1, 1, 1]

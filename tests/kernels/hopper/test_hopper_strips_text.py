@@ -71,7 +71,8 @@ EDITS = {
         f"{HOPPER}:add_stage",
         replace("o * rescale[:, None]", "(stage % 2) * o * rescale[:, None]"),
         replace(
-            "warpgroup_mma_wait(...)", "warpgroup_mma_wait(0, (product,)) + (1 - stage % 2) * sums[0] * sums[2][:, None]"
+            "warpgroup_mma_wait(...)",
+            "warpgroup_mma_wait(0, (product,)) + (1 - stage % 2) * sums[0] * sums[2][:, None]",
         ),
     ),
     "the running maximum leaves out the block before": at(

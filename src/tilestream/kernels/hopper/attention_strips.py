@@ -3,18 +3,15 @@
 *The weights of a key block.* A row's weights are added by the threads that have them, so the sum's bits depend on the
 layout. It is that of `tilestream.kernels.hopper.attention_math`: a consumer's 64 rows. Few of them are real.
 
-*A strip's sums.* An instruction of four warps multiplies 64 rows. It reads weights and values from shared memory, and
-runs while the threads copy the blocks to come::
+*A strip's sums.* An instruction of four warps multiplies 64 rows; it reads weights and values from shared memory. Four
+other warps copy them, block by block, into a ring of stages. A stage is full when its copies have landed::
 
-    for each key block, the last first:
-        o = o * factor
-        start o += weights V                           # 8 instructions, one after the other
-        start to copy a block, STAGES - 2 ahead
-        wait for the copies of the next block, load its factors
-        wait for o
-
-One barrier a block serves both sides: behind it the next block's copies of all threads have landed, and all warps have
-waited for the sums of the block before this one, whose stage is copied into next.
+    load warps, for each key block, the last first     math warps
+      wait until a stage is empty                        o = o * factor
+      start to copy values, weights, factors, sums       start o += weights V: 8 instructions, a chain
+      full when they land                                release the stage of the block before
+                                                         wait for the next stage, load its factors
+                                                         wait for o
 
 Rows past the tile's real ones have whatever is in shared memory. A row's products are its own, and these rows are not
 stored.
@@ -42,6 +39,9 @@ from tilestream.kernels.hopper.epilogue import mma_layout
 from tilestream.kernels.hopper.ring import make_barriers, step
 from tilestream.kernels.portable.attention import first_of, keys_of_tile, offset_of
 from tilestream.kernels.portable.attention_strips import NUMBERS, UNALIGNED, place_of_block, tile_of
+
+#: Registers of a thread of the load warps: the copies of 64 rows need more than 96.
+LOAD_REGISTERS: gl.constexpr = gl.constexpr(120)
 
 
 @gluon.jit
@@ -219,12 +219,13 @@ def load_stages(stages, barriers, values, given, keys, at, COPIED: gl.constexpr,
 
 
 @gluon.jit
-def add_stage(stages, barriers, sums, before, stage, following, phase, FENCED: gl.constexpr):
-    """Add the block of a stage, release the stage ``before``, and load the factors of the next block, once it is there.
+def add_stage(stages, barriers, sums, at, FENCED: gl.constexpr):
+    """Add the block of a stage, release the stage before, and load the factors of the next block, once it is there.
 
-    ``sums``: the output, the rows' sums, and the block's factors and sums; returned are the next block's. ``following``
-    and ``phase``: the next block's stage, and its phase.
+    ``sums``: the output, the rows' sums, and the block's factors and sums; returned are the next block's. ``at``: the
+    stages of the block before, of this block and of the next one, and the next one's phase.
     """
+    before, stage, following, phase = at
     p, y, factors, sums_of = stages
     full, empty = barriers
     o, row_sum, rescale, more = sums
@@ -246,8 +247,8 @@ def add_stages(
     C: gl.constexpr,
 ):  # fmt: skip
     """The math warps: multiply a tile's blocks as they land, and store the strip."""
-    p, y, factors, sums_of = stages
-    full, empty = barriers
+    _, y, factors, sums_of = stages
+    full, _ = barriers
     STAGES: gl.constexpr = y.shape[0]
     STRIP: gl.constexpr = y.shape[2]
     layout: gl.constexpr = mma_layout(STRIP)
@@ -266,11 +267,12 @@ def add_stages(
     rounds = tl.maximum(tile.end - tile.begin, 0) // STAGES if UNROLLED else tile.begin * 0
     for _ in range(rounds):
         for i in gl.static_range(STAGES):
-            sums = add_stage(stages, barriers, sums, (i + STAGES - 1) % STAGES, i, (i + 1) % STAGES, phase ^ (i == STAGES - 1), FENCED)
+            at = (i + STAGES - 1) % STAGES, i, (i + 1) % STAGES, phase ^ (i == STAGES - 1)
+            sums = add_stage(stages, barriers, sums, at, FENCED)
         phase = phase ^ 1
     for _ in range(tile.begin + rounds * STAGES, tile.end):
         following, phase = step(stage, phase, STAGES)
-        sums = add_stage(stages, barriers, sums, before, stage, following, phase, FENCED)
+        sums = add_stage(stages, barriers, sums, (before, stage, following, phase), FENCED)
         before, stage = stage, following
     o, row_sum, _, _ = sums
     store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP, C)
@@ -370,13 +372,11 @@ def chain_strips(
         fence_async_shared()
         place = place_of_block(number, tile.end - 1, blocks, tile, C)
         at = tile.begin, tile.end, rows, place
-        gl.warp_specialize(
-            [
-                (add_stages, ((p, y, factors, sums_of), (full, empty), number, strip, tile, outputs, scale, FENCED, UNROLLED, C)),
-                (load_stages, ((p, y, factors, sums_of), (full, empty), values, given, keys, at, COPIED, C)),
-            ],
-            [4], [96],
-        )  # fmt: skip
+        stages, barriers = (p, y, factors, sums_of), (full, empty)
+        gl.warp_specialize([
+            (add_stages, (stages, barriers, number, strip, tile, outputs, scale, FENCED, UNROLLED, C)),
+            (load_stages, (stages, barriers, values, given, keys, at, COPIED, C)),
+        ], [4], [LOAD_REGISTERS])  # fmt: skip
     else:
         place = place_of_block(number, tile.end - 1, blocks, tile, C)
         interleave_stages(

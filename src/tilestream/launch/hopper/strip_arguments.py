@@ -20,8 +20,8 @@ CHAINS = "loads beside"
 FENCED = True
 #: Whether math warps with loads beside them have a loop over rounds of stages, whose addresses are then constants.
 UNROLLED = True
-#: Registers of a thread of the second and third launches: four programs of the second run on an SM at a time.
-REGISTERS = 128
+#: Registers of a thread of the second launch, of which four programs run on an SM at a time, and of the third one.
+REGISTERS, CHAIN_REGISTERS = 128, 160
 
 
 class Scratch(NamedTuple):
@@ -50,7 +50,8 @@ class StripArguments(AttentionArguments):
     def pack(self, kernel: Any) -> Pack:
         """The `Pack` of a kernel's arguments, for values in the order of `GIVEN`, then of `Scratch`."""
         fixed = {**self._numbers(), "blocks": self.blocks, "STRIP": self.strip, "C": self.config()}
-        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED, "BESIDE": CHAINS == "loads beside", "UNROLLED": UNROLLED}
+        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED, "UNROLLED": UNROLLED}
+        fixed["BESIDE"] = CHAINS == "loads beside"
         return Pack(kernel, fixed, GIVEN, Scratch._fields)
 
     def kernels(self) -> list[tuple[Any, tuple[int, int, int], dict[str, int]]]:
@@ -61,7 +62,7 @@ class StripArguments(AttentionArguments):
         chain = add_strips
         if CHAINS != "of one warp":
             # A program of the third launch begins beside those of the second, if there are registers left for it.
-            chain, of_strip = chain_strips, four | {"maxnreg": REGISTERS}
+            chain, of_strip = chain_strips, four | {"maxnreg": CHAIN_REGISTERS}
         return [
             (score_blocks, a_block, four), (weigh_blocks, a_block, four | {"maxnreg": REGISTERS}),
             (chain, (plan.strips, self.tiles, 1), of_strip),
