@@ -12,6 +12,7 @@ from test_hopper_attention_text import check_whole_rows, given, plan_of, run
 from test_hopper_invariant_text import exact  # noqa: F401
 
 from mutants.engine import at, replace
+from tilestream.launch.hopper import strip_arguments
 
 CASES = {
     "one query": ((1, 300), {"heads": (8, 2), "causal": True}),
@@ -62,6 +63,17 @@ def test_a_step_has_the_bits_of_the_prompts_last_row(exact):  # noqa: F811
             mine = slice(place * queries, (place + 1) * queries)
             assert np.array_equal(out[mine], want[-queries:])
             assert np.array_equal(lse[mine], want_lse[-queries:])
+
+
+@pytest.mark.parametrize("chains", ["of one warp", "of four warps", "loads beside"])
+def test_each_kernel_of_the_sums_has_the_same_bits(chains, exact, monkeypatch):  # noqa: F811
+    case = given(*CASES["two rounds of stages, and more"][0], heads=(4, 2), causal=True)
+    out, lse = strips_machine.run(case)
+    monkeypatch.setattr(strip_arguments, "CHAINS", chains)
+    monkeypatch.setattr(strip_arguments, "UNROLLED", False)
+    again, lse_again = strips_machine.run(case)
+    assert np.array_equal(again, out)
+    assert np.array_equal(lse_again, lse)
 
 
 HOPPER = "tilestream.kernels.hopper.attention_strips"

@@ -34,9 +34,9 @@ MOST_TILES = 2**16 - 1
 SHARED, MOST_STAGES = 227 * 1024, 8
 #: Floats to which parts of the scratch are rounded up: 128 bytes.
 _LINE = 32
-#: Seconds of 128 keys in the chain: eight multiplications of 33 cycles, the loads' barrier, the scaling. A prediction:
-#: an H200 takes 6e-7 to 7e-7 (`benchmarks/results/h200/invariance_strips.json`).
-CHAIN_SECONDS = 2.3e-7
+#: Seconds of 128 keys in the chain: eight instructions of 20 cycles, their start and end, the scaling. A prediction; with
+#: instructions of one warp an H200 took 6e-7 to 7e-7 (`benchmarks/results/h200/invariance_strips.json`).
+CHAIN_SECONDS = 1.5e-7
 
 
 def refusal(problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind) -> str:
@@ -134,7 +134,7 @@ def _seconds(problem: AttentionProblem, device: DeviceProperties, tiles: int, wi
     busy = min(device.workers, tiles * (p.head_dim_v // width))
     reach = min(1.0, policy.MOST_OF_BANDWIDTH * busy / device.workers)
     size = p.batch * keys * p.heads_kv * ITEMSIZE[p.dtype]
-    waves = cdiv(tiles * (p.head_dim_v // width), 4 * device.workers)  # four programs of an SM at a time
+    waves = cdiv(tiles * (p.head_dim_v // width), device.workers)
     chain = waves * cdiv(keys, block) * block / 128 * CHAIN_SECONDS
     scratch = 12 * p.rows * p.heads_q * keys / bandwidth
     values = max(chain, size * p.head_dim_v / (bandwidth * reach))
