@@ -87,5 +87,6 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     each = terms // 16 if of_four else terms * block * rows // (16 * 16 * 8 * 4)
     return wanted | {
         "products": ((found.count_sass(r"\bHMMA"), found.count_sass(r"\bHGMMA")), (0, each) if of_four else (each, 0)),
+        "copies": ("LDGSTS" in found.sass, False),
         "waits for the launch before": (found.count_ptx(r"\bgriddepcontrol\.wait"), 1),
     }
