@@ -13,7 +13,6 @@ them, both ways, with known counts: ``max(experts, rows) + 40 us`` is the target
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -144,7 +143,6 @@ def _ways(mixture: Mixture, shared: bool) -> tuple[Forms, Forms]:
 
 def moe(rank: int, world: int, session: Session) -> None:
     """All of it; a smoke where ranks share a GPU."""
-    os.environ["TILESTREAM_MOE_RANKS"] = "1"
     shared = not session.dry and torch.cuda.device_count() < world
     record = record_of(session, rank, "moe_shared" if shared else "moe")
     clock, shuffle = MeetingClock(_PAUSE), random.Random(0).shuffle

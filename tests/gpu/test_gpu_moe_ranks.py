@@ -1,6 +1,6 @@
 """Mixtures of experts whose rows kernels push: results, replays of graphs, ranks that are late, or lost.
 
-It takes TILESTREAM_MOE_RANKS=1. Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on one.
+Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on one.
 
     TILESTREAM_WORLDS=2 PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_moe_ranks.py
 
@@ -16,23 +16,13 @@ import pytest
 from test_gpu_distributed import SHARED, WORLDS, Pools, make_pool
 
 pytestmark = pytest.mark.timeout(300)
-ENVIRONMENT = {"TILESTREAM_MOE_RANKS": "1"}
 #: Seconds beyond a deadline: ranks that share a GPU take turns on it.
 SLACK = 6.0 if SHARED else 1.5
 
 
-class PushedPools(Pools):
-    """Pools of ranks whose kernels push rows."""
-
-    def run(self, world: int, *args, **how):
-        if world not in self._pools:
-            self._pools[world] = make_pool(**ENVIRONMENT)
-        return self._pools[world].run(world, *args, **how)
-
-
 @pytest.fixture(scope="module")
 def ranks():
-    pools = PushedPools()
+    pools = Pools()
     yield pools
     pools.close()
 
@@ -78,7 +68,7 @@ def test_more_tokens_than_agreed_raise_before_anything_is_launched(ranks):
 
 @pytest.mark.parametrize("absent", ["late", "stopped", "killed"])
 def test_a_rank_that_does_not_come_ends_all_in_their_deadline(absent):
-    pool = make_pool(**ENVIRONMENT)  # of its own, which its broken group does not leave
+    pool = make_pool()  # of its own, which its broken group does not leave
     try:
         *others, late = pool.run(WORLDS[-1] if absent == "killed" else 2, jobs.expires, absent, bound=120, seconds=30)
     finally:
@@ -93,7 +83,7 @@ def test_a_rank_that_does_not_come_ends_all_in_their_deadline(absent):
 
 
 def test_a_rank_that_does_not_replay_ends_the_others_replay():
-    pool = make_pool(**ENVIRONMENT)
+    pool = make_pool()
     try:
         (said, waited), _ = pool.run(2, jobs.replay_expires, bound=120, seconds=30)
     finally:

@@ -12,14 +12,11 @@ from tilestream.distributed.plan import AgreedPlan
 from tilestream.distributed.planner import UNPREPARED, backend_of
 from tilestream.distributed.symmetric import why_not
 from tilestream.launch.layout import Layout
-from tilestream.plan import experimental
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.explain import number
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime.properties import cuda_properties
 
-#: The name of the GPU's form in `tilestream.plan.experimental`.
-KERNEL = "moe_ranks"
 #: SMs that push rows and results. One has 32 KB on their way, about 30 GB/s at a microsecond: so many fill a link of
 #: NVLink 4 with 450 GB/s. A model, not measured.
 PUSHERS = 16
@@ -84,7 +81,7 @@ class MoePlan(AgreedPlan):
         if self.layout is not None and self.fused:
             lines += [
                 ("memory", f"{number(self.layout.size / 1e9)} GB of each GPU, for the rows of {self.world} ranks"),
-                ("pushers", f"{self.pushers} SMs; {experimental.opt_in(KERNEL) or 'measured'}"),
+                ("pushers", f"{self.pushers} SMs"),
                 ("backward", "unfused: it sends the rows again by all-to-all; the host reads the counts"),
             ]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
@@ -127,8 +124,6 @@ def _why_not_pushed(state: GroupState, op: str, x: torch.Tensor, layout: Layout,
     """The reason why kernels do not push the rows of GPUs; empty if they do."""
     if op != "moe":
         return "the backward pass sends rows by all-to-all"
-    if why := experimental.refusal(KERNEL, None):
-        return f"kernels that push rows to the ranks of their experts are {why}"
     if not most_tokens:
         return "no most_tokens= is given, which says how much memory the rows of each rank need on the others' GPUs"
     if state.world > MOST_RANKS:

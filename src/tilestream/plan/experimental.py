@@ -52,12 +52,6 @@ KERNELS = {
         None,
         SOME_TESTS,
     ),
-    "moe_ranks": Experimental(
-        "TILESTREAM_MOE_RANKS",
-        "mixtures of experts whose rows kernels push to the ranks of their experts",
-        None,
-        SOME_TESTS,
-    ),
 }
 
 
