@@ -190,6 +190,7 @@ class HopperConfig(GemmConfig):
     CHAINED: bool  # whether the launch may begin before the previous kernel has ended
     PUBLISH: str  # the accumulator's extent of the output's chunks: ``"none"``, ``"rows"`` or ``"columns"``
     LOCAL_ROWS: bool  # whether some row tiles of ``x`` are in a separate tensor
+    LOADS_ALPHA: bool = False  # whether alpha is the product of the scales, of one element each, which consumers load
     CTAS: int = 1  # CTAs that share a tile's rows, and their loads of ``y``: see `tilestream.kernels.hopper.pair`
 
     @property

@@ -362,6 +362,15 @@ def test_swapped_the_epilogue_is_too():
     check(Arguments(plan, lay), BIAS="rows", SCALES="row", **expected)
 
 
+def test_scales_of_one_element_are_loaded_once_as_alpha():
+    """Beside an alpha they stay vectors: its product with them would be rounded otherwise."""
+    plan = make(scales="tensor")
+    check(Arguments(plan, layout()), SCALES="none", SCALED=True, LOADS_ALPHA=True)
+    check(Arguments(plan, layout(scaled=True)), SCALES="row", SCALED=True, LOADS_ALPHA=False)
+    check(Arguments(make(scales="row"), layout()), SCALES="row", SCALED=False, LOADS_ALPHA=False)
+    check(Arguments(make(), layout()), SCALES="none", SCALED=False, LOADS_ALPHA=False)
+
+
 def test_kinds():
     check(Arguments(make(kind="static"), layout()), KIND="static")
     check(Arguments(make(queues=3), layout()), KIND="dynamic", STEAL=True, SPLIT="columns", queues=3)

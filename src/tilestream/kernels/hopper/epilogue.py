@@ -74,6 +74,25 @@ def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexp
 
 
 @gluon.jit
+def load_alpha(e, C: gl.constexpr):
+    """The factor of a worker's products: alpha, or the product of the scales, if these have one element each.
+
+    Vectors of scales are read by each strip, at an address for each of its rows and columns. With few K steps that is
+    most of what a tile takes: an accumulator of 64 x 256 finishes in 1,170 instructions of a warp so, in 270 with a
+    factor that was loaded once, in 160 without scales.
+    """
+    if C.LOADS_ALPHA:
+        alpha = 1.0
+        if e.row_scale.at is not None:
+            alpha = alpha * gl.load(e.row_scale.at)
+        if e.column_scale.at is not None:
+            alpha = alpha * gl.load(e.column_scale.at)
+        return alpha
+    else:
+        return e.alpha
+
+
+@gluon.jit
 def prefetched(v, batch, first, count, WIDTH: gl.constexpr):
     """Elements [first, first + WIDTH) of a `Vector`; 0 from ``count`` on."""
     layout: gl.constexpr = gl.BlockedLayout([max(1, WIDTH // 128)], [32], [4], [0])

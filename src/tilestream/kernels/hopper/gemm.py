@@ -64,7 +64,14 @@ from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, home_queue, source_queue, with_asked
 from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.hopper.compat import barrier
-from tilestream.kernels.hopper.epilogue import await_prefetch, first_partial, fixup, prefetch_epilogue, store_tile
+from tilestream.kernels.hopper.epilogue import (
+    await_prefetch,
+    first_partial,
+    fixup,
+    load_alpha,
+    prefetch_epilogue,
+    store_tile,
+)
 from tilestream.kernels.hopper.gate import backwards
 from tilestream.kernels.hopper.load import load_steps, locate
 from tilestream.kernels.hopper.multiply import product
@@ -218,12 +225,16 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
 
 
 @gluon.jit
-def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing, C: gl.constexpr):
+def math_loop(WHO: gl.constexpr, ring, items, order, words, e, publishing, C: gl.constexpr):
     """Consumer ``WHO``: multiply the items that it is handed, and finish them."""
     if C.CTAS > 1:
         meet()
     if C.CHAINED:
         gdc_wait()
+    epilogue = Epilogue(
+        e.out, e.residual, e.bias, e.row_scale, e.column_scale, load_alpha(e, C), e.beta, e.rows, e.columns, e.map,
+        e.buffers,
+    )  # fmt: skip
     zero = tl.cast(0, tl.int32)
     stage, slot = Place(zero, zero), Place(zero, zero)
     number = zero

@@ -124,13 +124,17 @@ class Arguments(GemmArguments):
         plan, problem = self.plan, self.plan.problem
         wide = self._wide()
         strip = plan.strip
+        # alpha multiplies what the scales have multiplied: with one of its own the product would be rounded otherwise.
+        loads_alpha = problem.scales == "tensor" and not self.layout.scaled
         if self.out is None:  # no C buffer, and registers are short
             strip = min(strip, DIRECT * self._halves // self.rows, WIDE_STRIP if wide else DIRECT)
         return HopperConfig.of(
             plan,
             self.layout,
             **logs,
-            SCALES="none" if problem.scales == "none" else "row",
+            SCALES="none" if problem.scales == "none" or loads_alpha else "row",
+            SCALED=self.layout.scaled or loads_alpha,
+            LOADS_ALPHA=loads_alpha,
             BIAS="none" if self.layout.bias is None else "rows" if plan.swap_ab else "columns",
             WIDTHS=self.widths,
             STAGES=plan.stages,
