@@ -3,7 +3,7 @@
 ::
 
     a program:  its K steps, one after the other, each as long as memory answers; its end
-    an SM:      beginning programs, and issuing all of their copies; and their bytes' way from L2
+    an SM:      beginning programs, and issuing all of their copies, or multiplying; and their bytes' way from L2
     a launch:   the programs in waves, beside the SMs' work, beside memory; then the sums of parts
 
 Three things that run side by side take ``(x**p + y**p + z**p) ** (1 / p)``. The constants are of an H200: every tile of
@@ -32,8 +32,8 @@ KINDS: tuple[Kind, ...] = ("static", "stream_k")
 ARCH = "sm_90"
 #: The most programs for each SM, of a whole tile and of a share: as many as were measured.
 MOST_PROGRAMS, MOST_SHARES = 16, 4
-#: The most elements of an output: twice as many as of those that were measured.
-MOST_ELEMENTS = 2**22
+#: The most elements of an output.
+MOST_ELEMENTS = 2**24
 #: The most operations: with more the Hopper kernel was faster, always.
 MOST_OPERATIONS = 8e9
 #: The most that a thread holds: an address for each copy of the K steps that are ahead, and its accumulator. With 160
@@ -103,6 +103,8 @@ TILES = {
         Tile(64, 64, 64, stages=8),
         Tile(64, 64, 128, stages=4),
         Tile(64, 128, 64, stages=5),
+        Tile(128, 128, 64, warps=8),
+        Tile(128, 128, 64, warps=8, stages=4),
     ),
     1: (
         Tile(16, 32, 128, warps=2),
@@ -116,6 +118,8 @@ TILES = {
         Tile(64, 32, 128, stages=6),
         Tile(64, 64, 128, stages=5),
         Tile(64, 64, 128, stages=8),
+        Tile(128, 128, 128, warps=8),
+        Tile(128, 128, 128, warps=8, stages=4),
     ),
 }
 
@@ -144,11 +148,13 @@ def candidates(
     """All candidates that match the caller's choices. Fewer ``workers`` than the device has do a program each."""
     if refusal(problem, device) or forced.order is not None or forced.stages is not None:
         return
-    limited = workers < device.workers
+    limited, peak = workers < device.workers, device.peak(problem.kind, 1)
     for tile in TILES[ITEMSIZE[problem.dtype]]:
-        way = Way(problem, device, tile)
-        in_grid = max(problem.batch, way.num_m) <= _MOST_OF_A_GRID
-        if forced.tile not in (None, tile[:2]) or way.held > MOST_HELD or not in_grid:
+        tiles = problem.batch * cdiv(problem.m, tile.block_m) * cdiv(problem.n, tile.block_n)
+        if forced.tile not in (None, tile[:2]) or tiles > (workers if limited else MOST_PROGRAMS * workers):
+            continue
+        way = Way(problem, device, tile, peak)
+        if way.held > MOST_HELD or max(problem.batch, way.num_m) > _MOST_OF_A_GRID:
             continue
         for parts in PARTS:
             most = workers if limited else (MOST_PROGRAMS if parts == 1 else MOST_SHARES) * workers
@@ -165,6 +171,11 @@ def candidates(
 class Way:
     """A tile for a problem: what does not depend on the number of parts.
 
+    Parameters
+    ----------
+    peak
+        Operations a second of an SM, if they are known.
+
     Attributes
     ----------
     tiles, steps
@@ -175,7 +186,7 @@ class Way:
         The fields of all its candidates.
     """
 
-    def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile) -> None:
+    def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile, peak: float = 0.0) -> None:
         self.problem, self.device, self.tile = problem, device, tile
         itemsize, threads = ITEMSIZE[problem.dtype], 32 * tile.warps
         self.num_m, self.num_n = cdiv(problem.m, tile.block_m), cdiv(problem.n, tile.block_n)
@@ -186,6 +197,8 @@ class Way:
         self.copies = (tile.block_m + tile.block_n) * tile.block_k / self._vector / threads
         self.held = self.copies * (tile.stages - 1) + self._elements / threads
         self.whole = self._vector * itemsize == _VECTOR
+        # Seconds of a K step's multiplications at the nominal rate: of tiles of 64 rows they are about its copies'.
+        self._multiplying = 2 * self._elements * tile.block_k / (peak or device.peak(problem.kind, 1))
         self.alike = {**_ALIKE, "block": tile[:3], "warps": tile.warps, "stages": tile.stages}
 
     def is_apt(self, steps: int, parts: int) -> bool:
@@ -207,9 +220,10 @@ class Way:
         tile, problem, device = self.tile, self.problem, self.device
         programs, each = parts * self.tiles, self._elements / self._threads
         at_once = max(1, min(_SHARED // (self._bytes * tile.block_k * tile.stages), _WARPS // tile.warps))
-        step = STEP + LATENCY / (tile.stages - 1) + THREAD_COPY * self.copies
+        step = max(STEP + LATENCY / (tile.stages - 1) + THREAD_COPY * self.copies, self._multiplying)
         waves = cdiv(programs, device.workers * at_once) * (steps * step + STORE * each)
-        issued = steps * COPY * self.copies * self._threads * min(1.0, problem.k / tile.block_k)
+        issued = COPY * self.copies * self._threads * min(1.0, problem.k / tile.block_k)
+        issued = steps * max(issued, self._multiplying)
         written = self._elements * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
         sms = programs / device.workers * (BEGIN + issued + written) + FEED * self.tiles * self._bytes * problem.k
         memory = problem.bytes / (MEMORY * device.bandwidth)
