@@ -171,7 +171,7 @@ ROWS = Incoming(Chunks.uniform(5000, 700))
         (Problem(5120, 5120, 5120, **BF16), {}),
         (Problem(512, 7168, 2048, **BF16), {}),
         # Rows may be copied first: what that would gain at most is known before such a problem is made.
-        (Problem(900, 5000, 104, **BF16, row_multiples=(16, 16)), {"Model": 1}),
+        (Problem(900, 20000, 104, **BF16, row_multiples=(16, 16)), {"Model": 1}),
         # Chunks that are no whole number of tiles need a table of all tiles, which takes up to 10 ms.
         (Problem(5000, 5120, 5120, **BF16, rows=ROWS), {"table": 1, "Raster": 1}),
         (Problem(5000, 5120, 5120, **BF16, publishes=ROWS), {"table": 1, "Raster": 1}),
@@ -246,6 +246,21 @@ def test_waves_take_their_items_and_epilogues():
     assert seconds(epilogue=2.0, register=0.5) == 25 * (8 + 2 + 100 * 0.5)
     assert seconds(ticket=3.0) == 25 * 8, "a static grid has no queue"
     assert seconds(cut=CUT._replace(kind="dynamic"), ticket=3.0) == 25 * (8 + 3)
+
+
+def test_a_worker_with_several_items_takes_longer_to_begin():
+    assert seconds(several=3.0) == seconds(cut=CUT._replace(kind="dynamic"), several=3.0) == 25 * 8 + 3
+    assert seconds(cut=CUT._replace(tiles=4), several=3.0) == 8
+    shared = CUT._replace(kind="stream_k", tiles=3)
+    assert seconds(cut=shared, several=3.0) == seconds(cut=shared, several=0.0) + 3
+
+
+def test_vectors_of_scales_cost_an_epilogue_by_its_columns():
+    """Scales of one element are a factor that is loaded once."""
+    costs = {"scaled": 0.5, "scaled_column": 0.25}
+    fp8 = dataclasses.replace(PLAIN, dtype="float8_e4m3fn")
+    for scales, more in (("row", 100 * 0.5 + 256 * 0.25), ("tensor", 0), ("none", 0)):
+        assert seconds(problem=dataclasses.replace(fp8, scales=scales), **costs) == 25 * (8 + more)
 
 
 def test_a_swapped_tile_has_its_loss():
