@@ -261,6 +261,8 @@ def test_vectors_of_scales_cost_an_epilogue_by_its_columns():
     fp8 = dataclasses.replace(PLAIN, dtype="float8_e4m3fn")
     for scales, more in (("row", 100 * 0.5 + 256 * 0.25), ("tensor", 0), ("none", 0)):
         assert seconds(problem=dataclasses.replace(fp8, scales=scales), **costs) == 25 * (8 + more)
+    gated = dataclasses.replace(fp8, m=5000, scales="tensor", rows=ROWS)
+    assert seconds(problem=gated, **costs) == 25 * (8 + 100 * 0.5 + 256 * 0.25), "behind a gate they are vectors, too"
 
 
 def test_a_swapped_tile_has_its_loss():

@@ -363,10 +363,12 @@ def test_swapped_the_epilogue_is_too():
 
 
 def test_scales_of_one_element_are_loaded_once_as_alpha():
-    """Beside an alpha they stay vectors: its product with them would be rounded otherwise."""
+    """Beside an alpha they stay vectors: its product with them would be rounded otherwise. Behind a gate, too."""
     plan = make(scales="tensor")
     check(Arguments(plan, layout()), SCALES="none", SCALED=True, LOADS_ALPHA=True)
     check(Arguments(plan, layout(scaled=True)), SCALES="row", SCALED=True, LOADS_ALPHA=False)
+    gated = make(scales="tensor", rows=UNIFORM)
+    check(Arguments(gated, layout()), SCALES="row", SCALED=False, LOADS_ALPHA=False)
     check(Arguments(make(scales="row"), layout()), SCALES="row", SCALED=False, LOADS_ALPHA=False)
     check(Arguments(make(), layout()), SCALES="none", SCALED=False, LOADS_ALPHA=False)
 

@@ -125,7 +125,8 @@ class Arguments(GemmArguments):
         wide = self._wide()
         strip = plan.strip
         # alpha multiplies what the scales have multiplied: with one of its own the product would be rounded otherwise.
-        loads_alpha = problem.scales == "tensor" and not self.layout.scaled
+        # Where rows arrive, the scale of one row may arrive with it: it is read behind the gate.
+        loads_alpha = problem.scales == "tensor" and not self.layout.scaled and plan.gate is None
         if self.out is None:  # no C buffer, and registers are short
             strip = min(strip, DIRECT * self._halves // self.rows, WIDE_STRIP if wide else DIRECT)
         return HopperConfig.of(

@@ -240,7 +240,9 @@ class Model:
         self.feed = self.costs.feed * (self.costs.feed_along_k if problem.divides_k else 1.0)
         row = problem.out_columns * ITEMSIZE[problem.out_dtype]
         self.by_tma = row % 16 == 0
-        self.scaled = problem.scales == "row"
+        # Scales of one element are a factor that is loaded once, but not by a kernel of groups, nor behind a gate.
+        vectors = ("row",) if type(problem) is Problem and not problem.arriving else ("row", "tensor")
+        self.scaled = problem.scales in vectors
         self.ends = self.costs.ends * problem.out_rows if row % LINE else 0.0
 
     @property
