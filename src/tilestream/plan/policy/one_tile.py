@@ -148,12 +148,14 @@ def candidates(
     """All candidates that match the caller's choices. Fewer ``workers`` than the device has do a program each."""
     if refusal(problem, device) or forced.order is not None or forced.stages is not None:
         return
-    limited, peak = workers < device.workers, device.peak(problem.kind, 1)
+    limited, rates = workers < device.workers, rates_of(problem, device)
+    least = problem.batch * problem.m * problem.n / (workers if limited else MOST_PROGRAMS * workers)
     for tile in TILES[ITEMSIZE[problem.dtype]]:
-        tiles = problem.batch * cdiv(problem.m, tile.block_m) * cdiv(problem.n, tile.block_n)
-        if forced.tile not in (None, tile[:2]) or tiles > (workers if limited else MOST_PROGRAMS * workers):
+        if forced.tile not in (None, tile[:2]) or tile.block_m * tile.block_n < least:
+            continue  # more programs than there may be
+        if tile.stages > SHALLOW and problem.k <= (LEAST_DEEP - 1) * tile.block_k:
             continue
-        way = Way(problem, device, tile, peak)
+        way = Way(problem, device, tile, rates)
         if way.held > MOST_HELD or max(problem.batch, way.num_m) > _MOST_OF_A_GRID:
             continue
         for parts in PARTS:
@@ -168,13 +170,20 @@ def candidates(
                 yield Deferred(way.alike, kind, way.seconds(steps, parts), way.tiles, programs, "", make)
 
 
+class Rates(NamedTuple):
+    """What bounds all tiles of a problem: ``peak``, operations a second of an SM; ``memory``, seconds of its bytes."""
+
+    peak: float
+    memory: float
+
+
+def rates_of(problem: Problem, device: DeviceProperties) -> Rates:
+    """The bounds of a problem on a device."""
+    return Rates(device.peak(problem.kind, 1), problem.bytes / (MEMORY * device.bandwidth))
+
+
 class Way:
     """A tile for a problem: what does not depend on the number of parts.
-
-    Parameters
-    ----------
-    peak
-        Operations a second of an SM, if they are known.
 
     Attributes
     ----------
@@ -186,7 +195,7 @@ class Way:
         The fields of all its candidates.
     """
 
-    def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile, peak: float = 0.0) -> None:
+    def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile, rates: Rates | None = None) -> None:
         self.problem, self.device, self.tile = problem, device, tile
         itemsize, threads = ITEMSIZE[problem.dtype], 32 * tile.warps
         self.num_m, self.num_n = cdiv(problem.m, tile.block_m), cdiv(problem.n, tile.block_n)
@@ -198,7 +207,8 @@ class Way:
         self.held = self.copies * (tile.stages - 1) + self._elements / threads
         self.whole = self._vector * itemsize == _VECTOR
         # Seconds of a K step's multiplications at the nominal rate: of tiles of 64 rows they are about its copies'.
-        self._multiplying = 2 * self._elements * tile.block_k / (peak or device.peak(problem.kind, 1))
+        rates = rates or rates_of(problem, device)
+        self._multiplying, self._memory = 2 * self._elements * tile.block_k / rates.peak, rates.memory
         self.alike = {**_ALIKE, "block": tile[:3], "warps": tile.warps, "stages": tile.stages}
 
     def is_apt(self, steps: int, parts: int) -> bool:
@@ -226,7 +236,6 @@ class Way:
         issued = steps * max(issued, self._multiplying)
         written = self._elements * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
         sms = programs / device.workers * (BEGIN + issued + written) + FEED * self.tiles * self._bytes * problem.k
-        memory = problem.bytes / (MEMORY * device.bandwidth)
-        together: float = (waves**OVERLAP + sms**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+        together: float = (waves**OVERLAP + sms**OVERLAP + self._memory**OVERLAP) ** (1 / OVERLAP)
         sums = FIX + PART * parts * each + PARTIALS * 4 * programs * self._elements if parts > 1 else 0.0
         return LAUNCH + together + sums
