@@ -120,7 +120,7 @@ class Costs:
 #: By a part of the device's name; a device without constants of its own has the first ones. The H100's are of
 #: 2026-11-24: candidates of 92 problems, the drawn ones of seed 1 and a part of seed 2, and 12 large ones. The H200's
 #: are of 2026-11-30: 54 problems, 28 of seed 1 of the sweeps and 26 of seed 3001, most of these with a short K. They
-#: choose 0.988 of the best candidates' speed, where the H100's choose 0.986, and 0.975 without ``scaled_column``. Of
+#: choose 0.988 of the best candidates' speed, where the H100's choose 0.986, and 0.973 without ``scaled_column``. Of
 #: the boards of seeds 1 and 2, to which they were not fitted, they tell the times within 8.6 %, the H100's within 10 %.
 FITTED = {
     "H100": Costs(),
