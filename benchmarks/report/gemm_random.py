@@ -39,7 +39,7 @@ def board(data: Data) -> list[str]:
     worst = sorted(rows, key=lambda row: row["ratio"])[:SHOWN]
     head = ["class", "problems", "geometric mean", "quartiles", "worst", "won / even / lost"]
     return [
-        NOTES.of(data, "random", seed=data["seed"], flush=data["flush"], host=host),
+        NOTES.of(data, "random", seed=data["seed"], flush=data["flush"], host=host, empty=data["empty_us"]["graph"]),
         *incomplete(data),
         table(head, [_of(name, some) for name, some in {"all": rows, **by_class(rows)}.items()]),
         f"![Ratio to torch's calls by operations, {data['device']}](../images/{picture(data)})",
@@ -74,7 +74,7 @@ def sweep(data: Data) -> list[str]:
             figures = [cell(of(shares) if shares else None) for shares in told for of in (geomean, min)]
             lines.append([name, str(len(rows)), *figures])
     plans = sum(len(row["plans"]) for row in data["rows"])
-    which = "Large shapes" if data["stem"].endswith("shapes") else f"Seed {data['seed']} of the sweeps"
+    which = "Chosen problems" if data["stem"].endswith("shapes") else f"Seed {data['seed']} of the sweeps"
     return [
         NOTES.of(data, "sweep", which=which, plans=plans),
         *incomplete(data),
