@@ -91,6 +91,7 @@ class GroupState:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.name, self.why, self.told = rank, world, "tp", None, Told()
         self.repeats: dict[object, object] = {}
+        self.prepared: set[bytes] = set()
         self.repeated, self.broken_word = 0, ctypes.c_int64(0)
 
     @property

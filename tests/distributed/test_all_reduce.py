@@ -39,7 +39,7 @@ def test_on_gpus_a_fused_sum_is_one_launch_of_the_group(monkeypatch):
     called, plan, connected = (
         [],
         SimpleNamespace(fused=False),
-        SimpleNamespace(fused=True, counted=False, decision=SimpleNamespace(library=True)),
+        SimpleNamespace(fused=True, counted=False, first=None, decision=SimpleNamespace(library=True)),
     )
     a = SimpleNamespace(is_cuda=True, device="a device", dtype=torch.float16)
     request = SimpleNamespace(
@@ -48,7 +48,9 @@ def test_on_gpus_a_fused_sum_is_one_launch_of_the_group(monkeypatch):
         running=contextlib.nullcontext,
     )  # fmt: skip
     known = {}
-    state = SimpleNamespace(call=contextlib.nullcontext, decided=known.get, decide=known.setdefault)
+    state = SimpleNamespace(
+        call=contextlib.nullcontext, decided=known.get, decide=known.setdefault, capture=lambda x: 0
+    )
     monkeypatch.setattr(all_reduce, "travel_dtype", lambda request: torch.float16)
     monkeypatch.setattr(all_reduce, "plan_of", lambda *given, **more: plan)
     monkeypatch.setattr(all_reduce, "connected_plan", lambda state, given, *rest: connected if given is plan else None)

@@ -41,7 +41,7 @@ def state():
         yield
 
     return types.SimpleNamespace(
-        rank=0, world=2, agreed=set(), unreachable="", capture=lambda x: 0, timeout=lambda kind: 1.0,
+        rank=0, world=2, agreed=set(), prepared=set(), unreachable="", capture=lambda x: 0, timeout=lambda kind: 1.0,
         check=lambda: None, call=call, decided=decided.get, decide=lambda key, found: decided.setdefault(key, found),
         backend=lambda kind: "nccl",
     )  # fmt: skip
@@ -55,7 +55,7 @@ def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op
     def recorder(how: str):
         def issue(state, plan, *args):
             issued.append((how, plan))
-            state.agreed.add(plan.handshake)
+            state.prepared.add(plan.handshake)
             return made
 
         return issue
@@ -72,3 +72,32 @@ def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op
     for _ in range(3):
         module.run([state] if op == "matmul_all_reduce" else state, request)
     assert issued == [("device", first), ("host", eager), ("host", eager)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_capture_prepares_no_repeat(monkeypatch, state, op):
+    """Else the eager calls behind an unfused capture would repeat it, and never make what a capture needs."""
+    module, by_device, by_host, made = OPS[op]
+    kept: list[object] = []
+    for where in (by_device, by_host):
+        monkeypatch.setattr(*where, lambda state, plan, *args: kept.append(args[-1]) or made)
+    unfused = plan(b"unfused", False)
+    unfused.transport, unfused.fused = "collective", False
+    monkeypatch.setattr(module, "plan_of", lambda state, request, *args, **more: unfused)
+    monkeypatch.setattr(module, "connected_plan", lambda state, plan, *args: plan)
+    monkeypatch.setattr(module, "can_repeat", lambda plan, plain: kept.append(plain) or False)
+    monkeypatch.setattr(module, "agree", lambda *args: None)
+    monkeypatch.setattr(all_gather, "all_gather", lambda *args: None)
+    monkeypatch.setattr(sums, "reduce_scatter", lambda state, parts: parts[0])
+    monkeypatch.setattr(all_reduce.collective, "all_reduce", lambda state, x: x)
+    if op == "matmul_all_reduce":
+        monkeypatch.setattr(module, "_decide", lambda *args: module._Decided((unfused,), A.dtype, A.dtype, False))
+    state.buffer = lambda name, shape, dtype, device: torch.zeros(shape, dtype=dtype)
+    request = Request(op, A, [B], [None], ["none"], None, [None], deadline=1.0)
+    asked = []
+    for capture in (0, 1):
+        state.capture = lambda x, capture=capture: capture
+        kept.clear()
+        module.run([state] if op == "matmul_all_reduce" else state, request, plain="a plain call")
+        asked.append(list(kept))
+    assert asked == [["a plain call"], []]

@@ -203,7 +203,7 @@ def group(rank=0, unreachable="", capture=0, agreed=()):
     """A group's state; ``capture``: as of `GroupState.capture`."""
     return types.SimpleNamespace(
         rank=rank, world=2, plans={}, unreachable=unreachable, capture=lambda x: capture, agreed=set(agreed),
-        backend=lambda device: "nccl",
+        backend=lambda device: "nccl", prepared=set(agreed),
     )  # fmt: skip
 
 
@@ -281,7 +281,11 @@ def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, count):
     assert "the host takes 0.37 ms to issue a fused call" in small.explain()
     assert planned(monkeypatch, op, "fused", rows=768).fused
     assert planned(monkeypatch, op, "auto", rows=768, deadline=20.0).fused, "which bounds its wait"
-    assert small.first.fused, "the first makes what a capture needs: a replay has no host's part"
+    assert small.first is None
+    count("captured")
+    small = planned(monkeypatch, op, "auto", rows=768)
+    assert not small.fused
+    assert small.first.fused, "it makes what a capture needs: a replay has no host's part"
     count("1")
     eager = planned(monkeypatch, op, "auto", rows=768)
     assert eager.fused
@@ -389,13 +393,14 @@ def test_a_capture_holds_what_was_called_before_it(monkeypatch, op, count):
     assert planned(monkeypatch, op, state=state) is planned(monkeypatch, op, state=state)
     state.capture = lambda x: 1
     assert not planned(monkeypatch, op, state=state).fused
-    state.agreed.add(eager.handshake)
+    state.prepared.add(eager.handshake)
     state.capture = lambda x: 2
     assert planned(monkeypatch, op, state=state).fused, "a call between two captures counts"
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_the_first_eager_call_of_a_kind_makes_what_a_capture_needs(monkeypatch, op, count):
+    count("captured")
     state = group()
     eager = planned(monkeypatch, op, state=state)
     first = eager.first
@@ -403,6 +408,8 @@ def test_the_first_eager_call_of_a_kind_makes_what_a_capture_needs(monkeypatch, 
     assert "in graphs fused, counted by the device" in eager.explain()
     assert planner.due(state, eager) is first
     state.agreed.add(first.handshake)
+    assert planner.due(state, eager) is first, "one that failed behind the comparison is made again"
+    state.prepared.add(first.handshake)
     assert planner.due(state, eager) is eager, "the host counts the others"
     captured = planned(monkeypatch, op, state=group(capture=2, agreed=[first.handshake]))
     assert captured == first
@@ -410,7 +417,30 @@ def test_the_first_eager_call_of_a_kind_makes_what_a_capture_needs(monkeypatch, 
     assert not planned(monkeypatch, op, state=group(capture=2, agreed=[eager.handshake])).fused, "another kind"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": torch.empty(0, 16, dtype=torch.bfloat16)}, {"bs": [torch.empty(8192, 1792, device="meta")] * 2},
+        {"biases": [torch.empty(3584)]}, {"activations": ["relu"]}, {"out_dtype": torch.float32},
+        {"fast_accum": False}, {"return_a": True}, {"scales_b": [torch.empty(1)]},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_calls_with_other_kernels_are_other_kinds(monkeypatch, count, change):
+    """Each kind's first call loads its kernels, which a capture could not."""
+    count("captured")
+    a, b = torch.empty(0, 8, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
+    one = Request("matmul_reduce_scatter", a, [b], [None], ["none"], None, [None], form="fused")
+    firsts = []
+    for request in (one, one._replace(**change)):
+        planned(monkeypatch, "matmul_reduce_scatter")  # as on GPUs
+        firsts.append(make_plan(group(), request, (4096, 8192), 8192, {"a": "rows"}).first)
+    assert firsts[0].handshake != firsts[1].handshake
+
+
 def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count):
+    assert planned(monkeypatch, "all_gather_matmul").first is None
+    count("captured")
     assert planned(monkeypatch, "all_gather_matmul", "unfused").first is None
     assert planned(monkeypatch, "all_gather_matmul", unreachable="2 hosts").first is None
     with dispatch.trial(True, 1):
@@ -419,11 +449,13 @@ def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count
         count(text)
         assert planned(monkeypatch, "all_gather_matmul").first is None
     count("2")
-    with pytest.raises(ValueError, match=r"TILESTREAM_GRAPH_RANKS='2': it is 1 if .*, or 0 if .*unset it"):
+    with pytest.raises(ValueError, match=r"TILESTREAM_GRAPH_RANKS='2': .*: captured, or 1 for all; 0, or unset"):
         planned(monkeypatch, "all_gather_matmul")
 
 
-def test_a_promise_of_equal_bits_is_not_broken_by_a_capture(monkeypatch, count):
+@pytest.mark.parametrize("text", ["1", "captured"])
+def test_a_promise_of_equal_bits_is_not_broken_by_a_capture(monkeypatch, count, text):
+    count(text)
     with invariant(), pytest.raises(NotImplementedError, match=r"not fused .*call it once before the capture"):
         planned(monkeypatch, "matmul_reduce_scatter", state=group(capture=1))
 

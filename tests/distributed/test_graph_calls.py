@@ -26,8 +26,24 @@ SHARDS = {
     GraphScatter: {2: Shards(1, 2, 3, 2), 3: Shards(1, 3, 3, 2)},
     GraphAllReduce: {2: Shards(1, 2, 3, 2), 3: Shards(1, 3, 3, 2)},
 }
+
+
 #: As far as a call of a queue's uses it.
-PLAN = types.SimpleNamespace(number=5)
+def test_a_gather_whose_arrival_is_dropped_is_prepared_again(monkeypatch):
+    """Its next eager call makes the arrival, which a capture cannot."""
+    queue, unprepared = object.__new__(graph_calls.GraphGather), []
+    queue._arrivals, queue._made = {}, lambda shards: object()
+    queue._state = lambda: types.SimpleNamespace(unprepare=lambda: unprepared.append(1))
+    monkeypatch.setattr(graph_calls, "_MOST_SHARDS", 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for shards in "aabab":
+        queue.arrival(shards)
+    assert not unprepared
+    queue.arrival("c")
+    assert (list(queue._arrivals), unprepared) == (["c"], [1])
+
+
+PLAN = types.SimpleNamespace(number=5, handshake=b"a call")
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def test_reasons_that_are_known_without_messages(monkeypatch):
     assert not symmetric.why_not(state(), BF16)
     said = symmetric.why_not(state(), BF16, NONE_COUNTED)
     assert "a CUDA graph is being captured" in said
-    assert said.endswith("the device counts no calls, because TILESTREAM_GRAPH_RANKS is 0")
+    assert said.endswith("it counts captured ones with TILESTREAM_GRAPH_RANKS=captured on all ranks")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "on ROCm" in symmetric.why_not(state(), BF16)
 
@@ -110,7 +110,7 @@ def test_a_capture_is_asked_for_on_the_operands_device(monkeypatch, captured):
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[-1] == captured)
     x = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1), dtype=torch.bfloat16)
-    of = types.SimpleNamespace(agreed={b"a call"}, unreachable="", rank=0, world=1)
+    of = types.SimpleNamespace(agreed={b"a call"}, prepared=set(), unreachable="", rank=0, world=1)
     assert GroupState.capture(of, x) == 2 * captured
     assert ("is being captured" in symmetric.why_not(of, x, "a reason")) == bool(captured)
     compared = []

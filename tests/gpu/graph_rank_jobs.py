@@ -111,7 +111,7 @@ def same_bits(rank, world, name, count):
     return True
 
 
-def by_default(rank, world, name, count):
+def by_turns(rank, world, name, count):
     """Replays and eager calls by turns on all ranks; late ranks, no barrier.
 
     Returns
@@ -135,6 +135,41 @@ def by_default(rank, world, name, count):
     graph.replay()
     is_same = one.call().view(torch.int16).equal(static.view(torch.int16))
     return worst.get(), is_same, state_of("test", None).repeated - before
+
+
+def kinds(rank, world):
+    """Calls of several kinds, each called once and then captured; the largest error."""
+    x, worst = random(5 + rank, 128, 256), Worst()
+    gathered = torch.cat([random(5 + r, 128, 256) for r in range(world)])
+    b, other, bias = random(1, 256, 256), random(2, 256, 128), random(3, 1, 256)[0]
+    wide, small = random(40 + rank, 128 * world, 512), random(60 + rank, 128 * world, 128)
+    long, short = random(7, 512, 256), random(8, 128, 256)
+    how = {"form": "fused", "deadline": DEADLINE}
+
+    def summed(a: int, k: int, w):
+        total = sum((random(a + r, 128 * world, k) @ w).float() for r in range(world))
+        return total[128 * rank : 128 * rank + 128]
+
+    calls = [
+        (lambda: tsd.all_gather_matmul(x, b, **how), gathered @ b),
+        (lambda: tsd.all_gather_matmul(x, b, bias=bias, **how), gathered @ b + bias),
+        (lambda: torch.cat(tsd.all_gather_matmul(x, [other, b[:, :128]], **how), 1),
+         torch.cat([gathered @ other, gathered @ b[:, :128]], 1)),
+        (lambda: tsd.matmul_reduce_scatter(wide, long, **how), summed(40, 512, long)),
+        (lambda: tsd.matmul_reduce_scatter(small, short, **how), summed(60, 128, short)),
+        (lambda: tsd.matmul_reduce_scatter(small, short, bias=bias, **how), summed(60, 128, short) + bias),
+    ]  # fmt: skip
+    for call, _ in calls:
+        call()
+    finish()
+    for call, right in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        for _ in range(3):
+            graph.replay()
+            worst.add(out, right)
+    return worst.get()
 
 
 def traced(rank, world, name, count):

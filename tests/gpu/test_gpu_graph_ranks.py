@@ -1,7 +1,8 @@
 """Calls between ranks that CUDA graphs hold: eager calls, replays, both by turns; ranks that are late, or lost.
 
-The device counts all calls (TILESTREAM_GRAPH_RANKS=1), except in the tests of the default, where the host counts eager
-calls behind the first. Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on one.
+The device counts all calls (TILESTREAM_GRAPH_RANKS=1); in the tests of ``captured_ranks`` captured calls, and the first
+eager one of each kind (TILESTREAM_GRAPH_RANKS=captured). Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on
+one.
 
     PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_graph_ranks.py
 
@@ -26,25 +27,29 @@ NAMES = ("gather", "sum", "all_reduce")
 SLACK = 6.0 if SHARED else 1.5
 
 
-@pytest.fixture(scope="module")
-def default_ranks():
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
 class CountedPools(Pools):
-    """Pools of ranks whose calls the device counts."""
+    """Pools of ranks of whose calls the device counts ``which``."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self._which = which
 
     def run(self, world: int, *args, **how):
         if world not in self._pools:
-            self._pools[world] = make_pool(TILESTREAM_GRAPH_RANKS="1")
+            self._pools[world] = make_pool(TILESTREAM_GRAPH_RANKS=self._which)
         return self._pools[world].run(world, *args, **how)
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    pools = CountedPools()
+    pools = CountedPools("1")
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="module")
+def captured_ranks():
+    pools = CountedPools("captured")
     yield pools
     pools.close()
 
@@ -93,17 +98,21 @@ def test_replays_have_the_bits_of_eager_calls(ranks, name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world", WORLDS)
-def test_by_default_replays_and_eager_calls_by_turns(default_ranks, world, name):
+def test_replays_beside_eager_calls_that_the_host_counts(captured_ranks, world, name):
     count = 24 if SHARED else 600
-    for error, is_same, repeated in default_ranks.run(world, jobs.by_default, name, count, bound=200, seconds=60):
+    for error, is_same, repeated in captured_ranks.run(world, jobs.by_turns, name, count, bound=200, seconds=60):
         assert error < 4.0
         assert is_same
         assert repeated >= (0 if why_not() else count - 8)
 
 
-def test_by_default_a_capture_wants_a_call_before_it(default_ranks):
-    for said in default_ranks.run(2, jobs.unprepared, bound=120, seconds=60):
+def test_a_capture_wants_a_call_before_it_where_the_host_counts_others(captured_ranks):
+    for said in captured_ranks.run(2, jobs.unprepared, bound=120, seconds=60):
         assert "call it once before the capture" in said
+
+
+def test_kinds_that_are_called_once_are_captured(captured_ranks):
+    assert max(captured_ranks.run(2, jobs.kinds, bound=200, seconds=60)) < 4.0
 
 
 @pytest.mark.parametrize("name", NAMES)

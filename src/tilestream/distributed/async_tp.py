@@ -27,10 +27,13 @@ from tilestream.distributed.api import (
     plan_all_gather_matmul,
     plan_matmul_reduce_scatter,
 )
+from tilestream.distributed.counting import counting
+from tilestream.distributed.dispatch import Form
 from tilestream.distributed.group_state import resolve, state_of
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.request import ReduceOp
 from tilestream.distributed.unfused_report import UnfusedCollective, UnfusedPass
+from tilestream.runtime.streams import is_capturing
 
 _KEYS = ("CPU", "CUDA", "Meta")
 
@@ -238,7 +241,9 @@ def _gather(
         return gathered if return_A else None, outs
     moved = _Moved.of(a, gather_dim)
     group = _count_gather(handle, "fused_all_gather_matmul", a, bs, gather_dim, group_name, moved)
-    result: Any = all_gather_matmul(moved.first(a), list(bs), gather_dim=moved.to, group=group, return_a=return_A)
+    result: Any = all_gather_matmul(
+        moved.first(a), list(bs), gather_dim=moved.to, group=group, return_a=return_A, form=_form(a)
+    )
     whole, products = result if return_A else (None, result)
     return None if whole is None else moved.back(whole), [moved.back(out) for out in products]
 
@@ -272,10 +277,19 @@ def _scaled_gather(
         gathered, out = all_gather_matmul(
             moved.first(a), [x[0] for x in some], gather_dim=moved.to, group=group, bias=[x[1] for x in some],
             scale_a=a_scale, scale_b=[x[2] for x in some], out_dtype=some[0][3], use_fast_accum=some[0][4],
-            return_a=True,
+            return_a=True, form=_form(a),
         )  # fmt: skip
         outs += out
     return None if gathered is None else moved.back(gathered), [moved.back(out) for out in outs]
+
+
+def _form(x: torch.Tensor) -> Form:
+    """The form of a call. Torch's compiler captures these ops in graphs of its own, which each rank makes for itself.
+
+    So a rank may capture anew while its peers replay, with other slots. Where the device counts all calls the user has
+    chosen that.
+    """
+    return "unfused" if x.is_cuda and counting() == "captured" and is_capturing(x.device) else "auto"
 
 
 class _Moved(NamedTuple):
@@ -375,7 +389,8 @@ def _scatter_rows(
         return columns
     handle._count(op, rows, [b], dim, lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=dim, group=group))
     reduction = cast(ReduceOp, reduce_op)  # checked by the op
-    return matmul_reduce_scatter(rows, b, scatter_dim=dim, reduce_op=reduction, group=group, **options)
+    form = _form(rows)
+    return matmul_reduce_scatter(rows, b, scatter_dim=dim, reduce_op=reduction, group=group, form=form, **options)
 
 
 def _implementation(name: str, ours: Callable[..., Any], group_at: int) -> Callable[..., Any]:

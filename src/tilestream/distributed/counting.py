@@ -2,10 +2,10 @@
 
 TILESTREAM_GRAPH_RANKS, the same on all ranks:
 
-- unset: captured calls, and the first eager call of each kind. That call makes what a capture needs: slots, words and
-  compiled kernels. The host counts all other eager calls, which costs it less.
+- unset, or ``0``: none. A captured call is unfused.
+- ``captured``: captured calls, and the first eager call of each kind. That call makes what a capture needs: slots,
+  words and loaded kernels. The host counts all other eager calls, which costs it less.
 - ``1``: all calls. A rank may then replay a call that another rank makes eagerly.
-- ``0``: none. A captured call is unfused, and nothing is made for captures.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import os
 from typing import Literal
 
 #: What is counted by the device.
-Counting = Literal["captured", "all", "none"]
+Counting = Literal["none", "captured", "all"]
 VARIABLE = "TILESTREAM_GRAPH_RANKS"
 #: The reason why no capture holds a fused call.
-NONE_COUNTED = f"the device counts no calls, because {VARIABLE} is 0"
-_BY_TEXT: dict[str, Counting] = {"": "captured", "0": "none", "1": "all"}
+NONE_COUNTED = f"the device counts no calls; it counts captured ones with {VARIABLE}=captured on all ranks"
+_BY_TEXT: dict[str, Counting] = {"": "none", "0": "none", "captured": "captured", "1": "all"}
 
 
 @functools.cache
@@ -29,12 +29,12 @@ def counting() -> Counting:
     Raises
     ------
     ValueError
-        If the variable is neither 0 nor 1.
+        If the variable has another value.
     """
     text = os.environ.get(VARIABLE, "")
     if text not in _BY_TEXT:
         raise ValueError(
-            f"{VARIABLE}={text!r}: it is 1 if the device counts all calls between ranks, or 0 if it counts none; unset "
-            "it for captured calls"
+            f"{VARIABLE}={text!r}: it says which calls between ranks the device counts: captured, or 1 for all; 0, or "
+            "unset, for none"
         )
     return _BY_TEXT[text]

@@ -136,8 +136,17 @@ class GraphQueue(CallQueue):
         self._graph = 0
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
-        """See `CallQueue`; includes the words of `tilestream.core.protocols.replay`."""
+        """See `CallQueue`; includes the words of `tilestream.core.protocols.replay`.
+
+        Raises
+        ------
+        RuntimeError
+            If memory would have to be made, and a graph is being captured.
+        """
         count = replay.control_words(self._world)
+        has_room = self.memory.slot_bytes >= size and self.memory.chunks >= chunks + count
+        if torch.cuda.is_current_stream_capturing() and (self._words is None or not has_room):
+            raise RuntimeError(f"{self.op}: call it once with these shapes before the capture")
         new = super().reserve(size, chunks + count)
         if new or self._words is None:
             self._control = self.memory.chunks - count
@@ -305,6 +314,8 @@ class GraphGather(GraphQueue):
                 raise RuntimeError(f"{self.op}: call it once with these shapes before the capture")
             if len(self._arrivals) >= _MOST_SHARDS:
                 self._arrivals.clear()
+                if (state := self._state()) is not None:
+                    state.unprepare()
             found = self._arrivals[shards] = self._made(shards)
         return found
 
@@ -484,6 +495,12 @@ class GraphAllReduce(GraphSum):
     op = "matmul_all_reduce"
 
 
+def _note(state: GroupState, plan: DistributedPlan) -> None:
+    """Note that an eager call of this kind has made what a capture needs."""
+    if not torch.cuda.is_current_stream_capturing():
+        state.prepared.add(plan.handshake)
+
+
 def gather_matmul(
     state: GroupState, plan: DistributedPlan, shards: Shards, shard: ScaledRows, products: Sequence[Product],
     seconds: float, return_a: bool,
@@ -491,8 +508,8 @@ def gather_matmul(
     """See `copy_engines.gather_matmul`."""
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
-        queue = GraphGather.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
+        queue = GraphGather.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
             a = rows.data.view(shards.total, shards.width)
@@ -504,6 +521,7 @@ def gather_matmul(
             return [first(a, scales, arrival, seconds), *(one(a, scales, None, seconds) for one in others)]
 
         outs = queue.gather(shards, shard, gathered, compute, seconds, plan.number)
+        _note(state, plan)
     return x if gathered is None else gathered, outs
 
 
@@ -523,9 +541,10 @@ def matmul_scatter(
 
     with torch.cuda.device(device):
         out = torch.empty(shape, dtype=dtype, device=device)
-        queue = GraphScatter.of(state, plan, "a", device, shards.world * out.numel() * dtype.itemsize)
         parts = torch.empty((shards.world, *shape), dtype=dtype, device=device)
+        queue = GraphScatter.of(state, plan, "a", device, shards.world * out.numel() * dtype.itemsize)
         _reduce(queue, request, out, parts, product, seconds, plan.number)
+        _note(state, plan)
     return out
 
 
@@ -541,6 +560,7 @@ def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dt
         out = torch.empty((math.prod(whole[:-1]), whole[-1]), dtype=dtype, device=a.device)
         queue = GraphAllReduce.of(state, plan, "a", a.device, state.world * out.numel() * dtype.itemsize)
         _reduce(queue, request, out, None, product, seconds, plan.number)
+        _note(state, plan)
     return out.view(whole)
 
 

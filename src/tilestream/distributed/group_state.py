@@ -65,6 +65,8 @@ class GroupState:
         self.queues: dict[object, Any] = {}
         #: Handshakes that are known to be equal on all ranks.
         self.agreed: set[bytes] = set()
+        #: Those of eager calls that the device has counted: a capture finds all that it needs.
+        self.prepared: set[bytes] = set()
         #: What has been raised of the group's failure.
         self.told = Told()
         #: Plans made so far, by all values that they depend on.
@@ -91,8 +93,8 @@ class GroupState:
         return found
 
     def capture(self, x: torch.Tensor) -> int:
-        """0 outside of a capture of a CUDA graph; else a number that grows when the ranks have compared a call."""
-        return 1 + len(self.agreed) if x.is_cuda and is_capturing(x.device) else 0
+        """0 outside of a capture of a CUDA graph; else a number that changes with the calls that a capture may hold."""
+        return 1 + len(self.agreed) + len(self.prepared) if x.is_cuda and is_capturing(x.device) else 0
 
     def decided(self, key: object) -> Any:
         """The decision of an earlier equal call; None without one. See `tilestream.distributed.request.Request.key`."""
@@ -104,6 +106,13 @@ class GroupState:
             self._decided.clear()
         self._decided[key] = decision
         return decision
+
+    def unprepare(self) -> None:
+        """Have the next eager call of each kind make again what a capture needs."""
+        self.prepared.clear()
+        # Plans of captures are kept by a number that would come again.
+        self.plans.clear()
+        self._decided.clear()
 
     def queue(self, kind: Callable[[GroupState, torch.device], Q], device: torch.device) -> Q:
         """The group's call queue of this class, made at the first call."""

@@ -74,9 +74,12 @@ def make_plan(
 
 
 def due(state: GroupState, plan: DistributedPlan) -> DistributedPlan:
-    """The plan of the next eager call with ``plan``: `DistributedPlan.first`, until the ranks have compared it."""
+    """The plan of the next eager call with ``plan``: `DistributedPlan.first`, until such a call has been issued.
+
+    A rank whose first call fails makes it again as its peers do, which wait for it.
+    """
     first = plan.first
-    return plan if first is None or first.handshake in state.agreed else first
+    return plan if first is None or first.handshake in state.prepared else first
 
 
 def connected_plan(
@@ -145,8 +148,10 @@ def _make(
         compared["way"] = decision.way
     if counted:
         compared["counted"] = "by the device"
+    if counted and counting() == "captured":
+        compared["kind"] = request.kind
     plan = DistributedPlan(case, state.rank, decision, transport, refused, compared, counted)
-    if counted and state.capture(x) and plan.handshake not in state.agreed:
+    if counted and state.capture(x) and plan.handshake not in state.prepared:
         if promises:
             raise _adds_in_another_order(state, request, UNPREPARED)
         return replace(plan, transport="collective", refused=(Refusal("fused", UNPREPARED),))

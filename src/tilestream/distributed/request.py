@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -102,6 +103,16 @@ class Request(NamedTuple):
             self.reduce_op, self.out_dtype, self.fast_accum, self.return_a, self.form, self.deadline is None,
             on_trial(), state.unreachable, is_invariant(limit()), state.capture(a),
         )  # fmt: skip
+
+    @property
+    def kind(self) -> str:
+        """What decides a call's kernels, beside shapes, strides and what ranks compare anyway."""
+        columns = "+".join(str(b.shape[-1]) for b in self.bs)
+        scaled = "+".join("-" if x is None else str(x.numel()) for x in self.scales_b)
+        biased = "".join("-" if x is None else "b" for x in self.biases)
+        options = f"{self.out_dtype} {self.fast_accum} {self.return_a}"
+        text = f"{self.a.shape[-1]} {columns} {scaled} {biased} {'+'.join(self.activations)} {options}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:
         """``a @ bs[i]`` with the call's options, except ``changes``."""

@@ -8,7 +8,7 @@
     void_out       NaN, where the call has failed
 
 The first three are one program of one warp. Each wait has the call's deadline, and ends when the group is broken. They
-have been compiled and run in Triton's interpreter, and not on a GPU yet.
+run between two H200, and in Triton's interpreter in the tests.
 """
 
 from __future__ import annotations
