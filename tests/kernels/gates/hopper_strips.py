@@ -1,7 +1,7 @@
 """The compile gate of attention whose values are taken in strips: its three kernels, by columns and by what is masked.
 
 The weights' kernel has as many exponentials and shuffles as the Hopper kernel has for a block. The strips' kernel has
-the instructions of a block for each stage of a round, and once more for the blocks of the last round.
+the instructions of one block.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 from gates.engine import Case, IsWanted, Rules, attention_layout
 from gates.hopper import DEVICE, Assembly
+from tilestream.core.integers import cdiv
 from tilestream.launch.hopper.strip_arguments import Scratch, StripArguments
 from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention, hopper_strips
-from tilestream.plan.policy.hopper_strips import stages_of
+from tilestream.plan.policy.hopper_strips import copied_rows
 from tilestream_tools.isa.kernels import attention_operands, pointer
 
 KERNELS = ("score_blocks", "weigh_blocks", "chain_strips")
@@ -73,13 +74,15 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
         }
         return wanted
     if case.how == 2:
-        loops = stages_of(block, p.head_dim_v // case.plan.strips) + 1
+        width, ahead = p.head_dim_v // case.plan.strips, case.plan.stages - 2
+        # A thread copies 16 bytes at a time, of all blocks that are copied ahead and of the loop's one.
+        copies = (1 + ahead) * (cdiv(block * width, 8 * 128) + cdiv(copied_rows(p, case.plan.pack) * block, 8 * 128))
         return wanted | {
             # An instruction of four warps has 64 rows, and 16 of the sum's terms.
-            "products": (found.count_sass(r"\bHGMMA"), loops * block // 16),
-            "copies": ("LDGSTS" in found.sass, True),
-            "waits for the launch before": (found.count_ptx(r"\bgriddepcontrol\.wait"), 2),
-            "registers of the load warps": (found.count_ptx(r"\bsetmaxnreg\S+\s+120;"), range(1, 3)),
+            "products": (found.count_sass(r"\bHGMMA"), block // 16),
+            "copies of 16 bytes": (found.count_ptx(r"\bcp\.async\.cg\S+[^\n]*, 0x10,"), copies),
+            "fences": (found.count_ptx(r"\bfence\.proxy\.async"), 2),
+            "waits for the launch before": (found.count_ptx(r"\bgriddepcontrol\.wait"), 1),
         }
     # An instruction of a warp has 16 rows, 16 of the sum's terms and 8 columns; one of four warps has 64 rows.
     terms = 1 << (p.head_dim - 1).bit_length()

@@ -6,7 +6,6 @@ Products of matrices are exact and rounded once for each product of that kernel:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -77,139 +76,72 @@ class Shared:
 
 
 class Warps:
-    """The loops of one program: two at most, of which one runs until it waits. And what they wait for."""
+    """What one program waits for: copies, which land when it has waited for their group, and products."""
 
     def __init__(self) -> None:
-        self.turn, self.changed, self.failed = 0, threading.Condition(), False
-        self.going = {0}
-        self.copies: dict[int, list[Callable[[], None]]] = {0: [], 1: []}
-        self.groups: dict[int, list[list[Callable[[], None]]]] = {0: [], 1: []}
+        self.copies: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
         self.products: list[list[Any]] = []
-
-    def who(self) -> int:
-        return getattr(threading.current_thread(), "who", 0)
-
-    def until(self, ready: Callable[[], bool]) -> None:
-        """Let the other loop run until it waits, and again until this one is ``ready``."""
-        for _ in range(10000):
-            if len(self.going) > 1:
-                with self.changed:
-                    self.turn = 1 - self.who()
-                    self.changed.notify_all()
-                    self.changed.wait_for(lambda: self.turn == self.who() or len(self.going) == 1 or self.failed)
-            if ready():
-                return
-            assert not self.failed
-            assert len(self.going) > 1, "what is waited for never comes"
-        raise AssertionError("the loops wait for each other")
-
-    def specialize(self, loops: Any, warps: list[int], registers: list[int]) -> None:
-        assert warps == [4]
-        assert len(loops) == 2
-
-        def beside() -> None:
-            with self.changed:
-                self.changed.wait_for(lambda: self.turn == 1)
-            try:
-                with np.errstate(all="ignore"):
-                    loops[1][0](*loops[1][1])
-            except BaseException:
-                self.failed = True
-                raise
-            finally:
-                with self.changed:
-                    self.going.discard(1)
-                    self.turn = 0
-                    self.changed.notify_all()
-
-        thread = threading.Thread(target=beside, daemon=True)
-        thread.who = 1  # type: ignore[attr-defined]
-        self.going.add(1)
-        thread.start()
-        try:
-            loops[0][0](*loops[0][1])
-        finally:
-            with self.changed:
-                self.going.discard(0)
-                self.turn = 1
-                self.changed.notify_all()
-            thread.join(30)
-            self.going = {0}
-        assert not self.failed
+        #: What landed behind the last fence, and what products read that other warps may not have waited for.
+        self.landed: list[np.ndarray] = []
+        self.read: list[np.ndarray] = []
+        self.synchronized = True
 
     def copy(self, buffer: Shared, pointer: Flat, mask: Any) -> None:
         assert np.broadcast_shapes(np.shape(pointer.at), np.shape(mask)) == buffer.shape
         value = pointer.load(mask, 0)
+        assert not any(np.shares_memory(buffer.memory, one) for one in self.read), "a barrier stands between"
         buffer.memory[...] = np.nan
 
         def land() -> None:
             buffer.memory[...] = value
+            self.landed.append(buffer.memory)
 
-        self.copies[self.who()].append(land)
+        self.copies.append(land)
 
     def commit(self) -> None:
-        self.groups[self.who()].append(self.copies[self.who()])
-        self.copies[self.who()] = []
+        self.groups.append(self.copies)
+        self.copies = []
 
     def wait_group(self, left: int) -> None:
-        groups = self.groups[self.who()]
-        while len(groups) > left:
-            for land in groups.pop(0):
+        """Each thread's own copies land; the other threads' are there behind a barrier."""
+        self.synchronized = False
+        while len(self.groups) > left:
+            for land in self.groups.pop(0):
                 land()
 
-    def arrive_when_copied(self, bar: Any, increment_count: bool) -> None:
-        assert not increment_count
-        assert bar.count == 128
-        assert not bar.arrived, "each phase is waited for"
-        bar.copies, self.copies[self.who()] = self.copies[self.who()], []
-        bar.arrived += 128
+    def barrier(self) -> None:
+        self.synchronized, self.read = True, []
 
-    def make_barriers(self, count: int, arrivals: int) -> Any:
-        made = [SimpleNamespace(count=arrivals, arrived=0, phase=0, copies=[]) for _ in range(count)]
-        return SimpleNamespace(index=lambda at: made[at])
-
-    def arrive(self, bar: Any) -> None:
-        bar.arrived += 1
-        self.settle(bar)
-
-    def settle(self, bar: Any) -> None:
-        """Copies land, and the barrier's phase ends, if all have arrived."""
-        if bar.arrived == bar.count:
-            for land in bar.copies:
-                land()
-            bar.arrived, bar.phase, bar.copies = 0, bar.phase + 1, []
-
-    def wait(self, bar: Any, parity: int) -> None:
-        def passed() -> bool:
-            self.settle(bar)
-            return bool(bar.phase & 1 != parity)
-
-        self.until(passed)
+    def fence(self) -> None:
+        assert self.synchronized, "a fence stands behind the barrier"
+        self.landed = []
 
     def multiply(self, p: Shared, y: Shared, acc: Any, is_async: bool) -> list[Any]:
         assert is_async
         assert p.shape[0] == 64, "rows of an instruction"
-        self.products.append([p, y, np.array(acc), None])
+        for operand in (p, y):
+            assert not np.isnan(operand.memory[: 1 if operand is p else None]).any(), "what is read has landed"
+            assert not any(np.shares_memory(operand.memory, one) for one in self.landed), "a fence stands between"
+        self.products.append([p, y, np.array(acc)])
         return self.products[-1]
 
     def multiplied(self, left: int, tensors: tuple[Any, ...]) -> Any:
-        """The sum, of what its buffers hold after all that others do meanwhile."""
+        """The sum, of what its buffers hold after all that was copied meanwhile."""
         assert left == 0
-        self.until(lambda: True)
         (made,) = tensors
         assert made is self.products.pop()
-        p, y, acc, _ = made
+        p, y, acc = made
+        self.read += [p.memory, y.memory]
         return dot(of(p.memory), of(y.memory), acc, "ieee")
 
     def names(self) -> dict[str, Any]:
         return {
             "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.wait_group,
-                mbarrier_arrive=self.arrive_when_copied,
+                async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.wait_group
             ),
-            "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive), "make_barriers": self.make_barriers,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiplied, "copy_layout": lambda _: None,
-            "fence_async_shared": lambda: None, "barrier": lambda: None,
+            "fence_async_shared": self.fence, "barrier": self.barrier,
         }  # fmt: skip
 
 
@@ -231,7 +163,7 @@ def names(warps: Warps) -> dict[str, Any]:
     more = {
         "arange": lambda low, high, layout=None: of(np.arange(low, high)),
         "load": lambda pointer, mask=None, other=0: pointer.load(mask, other),
-        "SwizzledSharedLayout": lambda *_: None, "warp_specialize": warps.specialize,
+        "SwizzledSharedLayout": lambda *_: None,
         "allocate_shared_memory": lambda dtype, shape, _: Shared(dtype, np.full(tuple(shape), np.nan, np.float32)),
         "dot": dot, "trans": np.transpose, "int64": np.int64, "multiple_of": lambda x, _: x,
     }  # fmt: skip

@@ -11,8 +11,7 @@ import strips_machine
 from test_hopper_attention_text import check_whole_rows, given, plan_of, run
 from test_hopper_invariant_text import exact  # noqa: F401
 
-from mutants.engine import at, replace
-from tilestream.launch.hopper import strip_arguments
+from mutants.engine import at, delete, replace
 
 CASES = {
     "one query": ((1, 300), {"heads": (8, 2), "causal": True}),
@@ -65,27 +64,17 @@ def test_a_step_has_the_bits_of_the_prompts_last_row(exact):  # noqa: F811
             assert np.array_equal(lse[mine], want_lse[-queries:])
 
 
-@pytest.mark.parametrize("chains", ["of one warp", "of four warps", "loads beside"])
-def test_each_kernel_of_the_sums_has_the_same_bits(chains, exact, monkeypatch):  # noqa: F811
-    case = given(*CASES["two rounds of stages, and more"][0], heads=(4, 2), causal=True)
-    out, lse = strips_machine.run(case)
-    monkeypatch.setattr(strip_arguments, "CHAINS", chains)
-    monkeypatch.setattr(strip_arguments, "UNROLLED", False)
-    again, lse_again = strips_machine.run(case)
-    assert np.array_equal(again, out)
-    assert np.array_equal(lse_again, lse)
-
-
 HOPPER = "tilestream.kernels.hopper.attention_strips"
 #: Sums in an order that depends on what is beside a row, or in another than the kernel's. Their values are as good.
 EDITS = {
     "a sum begins anew in every other stage": at(
-        f"{HOPPER}:add_stage",
+        f"{HOPPER}:add_stages",
         replace("o * rescale[:, None]", "(stage % 2) * o * rescale[:, None]"),
         replace(
-            "warpgroup_mma_wait(...)",
-            "warpgroup_mma_wait(0, (product,)) + (1 - stage % 2) * sums[0] * sums[2][:, None]",
+            "row_sum = row_sum * rescale + more",
+            "row_sum, rest = row_sum * rescale + more, (1 - stage % 2) * o * rescale[:, None]",
         ),
+        replace("warpgroup_mma_wait(...)", "warpgroup_mma_wait(0, (product,)) + rest"),
     ),
     "the running maximum leaves out the block before": at(
         f"{HOPPER}:running_max", replace("range(block + 1, end, C.BLOCK)", "range(block + 2, end, C.BLOCK)")
@@ -103,3 +92,22 @@ def test_another_order_is_found(name, exact):  # noqa: F811
         whole = [one.reshape(case.problem.batch, -1, *one.shape[1:]) for one in (out, lse)]
         check_whole_rows(case, *map(list, whole), most_void=0)
     assert not (np.array_equal(out, np.concatenate(outs)) and np.array_equal(lse, np.concatenate(lses)))
+
+
+WAIT = "async_copy.wait_group({})"
+#: Copies and instructions that are not kept apart.
+RACES = {
+    "copies are a block further ahead": ("a barrier stands between", replace("STAGES - 2", "STAGES - 1")),
+    "a group more is on the way": ("has landed", replace(WAIT.format("AHEAD - 1"), WAIT.format("AHEAD"), 2)),
+    "no barrier": ("behind the barrier", delete("barrier()", 2)),
+    "no fence in the loop": ("a fence stands between", delete("fence_async_shared()", 2, 1)),
+    "no fence before the loop": ("a fence stands between", delete("fence_async_shared()", 2, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_a_race_is_found(name, exact):  # noqa: F811
+    says, edit = RACES[name]
+    case = given(1, 1100, heads=(2, 1), causal=True)
+    with pytest.raises(AssertionError, match=says):
+        strips_machine.run(case, edits=at(f"{HOPPER}:add_stages", edit))

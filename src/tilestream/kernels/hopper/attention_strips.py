@@ -3,15 +3,16 @@
 *The weights of a key block.* A row's weights are added by the threads that have them, so the sum's bits depend on the
 layout. It is that of `tilestream.kernels.hopper.attention_math`: a consumer's 64 rows. Few of them are real.
 
-*A strip's sums.* An instruction of four warps multiplies 64 rows; it reads weights and values from shared memory. Four
-other warps copy them, block by block, into a ring of stages. A stage is full when its copies have landed::
+*A strip's sums.* An instruction of four warps multiplies 64 rows; it reads weights and values from shared memory. The
+same warps copy them, block by block, into a ring of stages, while their instructions run::
 
-    load warps, for each key block, the last first     math warps
-      wait until a stage is empty                        o = o * factor
-      start to copy values, weights, factors, sums       start o += weights V: 8 instructions, a chain
-      full when they land                                release the stage of the block before
-                                                         wait for the next stage, load its factors
-                                                         wait for o
+    for each key block, the last first
+      start o = o * factor + weights V: 8 instructions, a chain
+      start to copy a block that comes later into the stage of two blocks before: values, weights, factors, sums
+      wait for the next block's copies; barrier; fence; load its factors
+      wait for o
+
+Copies write shared memory as threads do, and these instructions read it in another way, so a fence stands between.
 
 Rows past the tile's real ones have whatever is in shared memory. A row's products are its own, and these rows are not
 stored.
@@ -23,12 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.core.attention_structs import Extents, Rows
@@ -36,12 +32,8 @@ from tilestream.kernels.device.softmax import exp_scores, finalize, update_max
 from tilestream.kernels.hopper.attention_load import ROWS
 from tilestream.kernels.hopper.compat import barrier
 from tilestream.kernels.hopper.epilogue import mma_layout
-from tilestream.kernels.hopper.ring import make_barriers, step
 from tilestream.kernels.portable.attention import first_of, keys_of_tile, offset_of
 from tilestream.kernels.portable.attention_strips import NUMBERS, UNALIGNED, place_of_block, tile_of
-
-#: Registers of a thread of the load warps: the copies of 64 rows need more than 96.
-LOAD_REGISTERS: gl.constexpr = gl.constexpr(120)
 
 
 @gluon.jit
@@ -184,150 +176,56 @@ def store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP: gl.conste
 
 
 @gluon.jit
-def load_stages(stages, barriers, values, given, keys, at, COPIED: gl.constexpr, C: gl.constexpr):
-    """The load warps: copy a tile's key blocks, the last first, each into a stage whose block is done.
+def add_stages(stages, values, given, keys, place, tile, COPIED: gl.constexpr, C: gl.constexpr):
+    """Copy and add a tile's key blocks, the last first. Returns the sums: a strip of the output, and of the weights.
 
-    Of the first blocks the last stage stays free: a stage is released while the block after it is multiplied.
+    Of ``STAGES`` stages one is multiplied, and the one before may be: so copies are ``STAGES - 2`` blocks ahead.
 
-    ``at``: the tile's first key block and the one past its last, its rows, and the place of scratch of its last block's
-    first row. Values of the first stages are copied before the launch before has ended.
+    ``values``: the strip's columns of V as `Rows`. ``given``: weights, factors and sums in scratch; ``place``: that of
+    the last block's first row. Values of the first stages are copied before the launch before has ended.
     """
     p, y, factors, sums_of = stages
-    full, empty = barriers
-    begin, end, rows, place = at
+    lines = p, factors, sums_of
     STAGES: gl.constexpr = y.shape[0]
     STRIP: gl.constexpr = y.shape[2]
-    for i in gl.static_range(STAGES - 1):
-        copy_values(y.index(i), values, (end - 1 - i) * C.BLOCK, keys, STRIP, C)
-    gdc_wait()
-    for i in gl.static_range(STAGES - 1):
-        copy_weights((p, factors, sums_of), i, given, place, rows, end - 1 - i >= begin, COPIED, C)
-        async_copy.mbarrier_arrive(full.index(i), increment_count=False)
-        place -= rows
-    stage, phase = tl.cast(STAGES - 1, tl.int32), tl.cast(0, tl.int32)
-    for i in range(begin, end - STAGES + 2):  # and one of zeros, which the math warps wait for
-        mbarrier.wait(empty.index(stage), phase)
-        block = end - STAGES - (i - begin)
-        copy_values(y.index(stage), values, block * C.BLOCK, keys, STRIP, C)
-        copy_weights((p, factors, sums_of), stage, given, place, rows, block >= begin, COPIED, C)
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        place -= rows
-        stage, _ = step(stage, phase, STAGES)
-        phase = phase ^ (stage == STAGES - 1)  # the last stage was released first
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-
-
-@gluon.jit
-def add_stage(stages, barriers, sums, at, FENCED: gl.constexpr):
-    """Add the block of a stage, release the stage before, and load the factors of the next block, once it is there.
-
-    ``sums``: the output, the rows' sums, and the block's factors and sums; returned are the next block's. ``at``: the
-    stages of the block before, of this block and of the next one, and the next one's phase.
-    """
-    before, stage, following, phase = at
-    p, y, factors, sums_of = stages
-    full, empty = barriers
-    o, row_sum, rescale, more = sums
-    rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(y.shape[2]))
-    product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
-    row_sum = row_sum * rescale + more
-    mbarrier.arrive(empty.index(before))
-    mbarrier.wait(full.index(following), phase)
-    if FENCED:
-        fence_async_shared()
-    rescale, more = factors.index(following).load(rows_layout), sums_of.index(following).load(rows_layout)
-    o = warpgroup_mma_wait(0, (product,))
-    return o, row_sum, rescale, more
-
-
-@gluon.jit
-def add_stages(
-    stages, barriers, number, strip, tile, outputs, scale, FENCED: gl.constexpr, UNROLLED: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """The math warps: multiply a tile's blocks as they land, and store the strip."""
-    _, y, factors, sums_of = stages
-    full, _ = barriers
-    STAGES: gl.constexpr = y.shape[0]
-    STRIP: gl.constexpr = y.shape[2]
+    AHEAD: gl.constexpr = STAGES - 2
+    OUTPUT: gl.constexpr = (ROWS, STRIP)
     layout: gl.constexpr = mma_layout(STRIP)
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    OUTPUT: gl.constexpr = (ROWS, STRIP)
-    gdc_wait()
-    o = gl.zeros(OUTPUT, gl.float32, layout)
-    row_sum = gl.zeros([ROWS], gl.float32, rows_layout)
-    stage, phase = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
-    mbarrier.wait(full.index(0), 0)
-    if FENCED:
-        fence_async_shared()
-    rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
-    sums = o, row_sum, rescale, more
-    before = stage + (STAGES - 1)  # free from the start: the load warps fill it when the first block is multiplied
-    rounds = tl.maximum(tile.end - tile.begin, 0) // STAGES if UNROLLED else tile.begin * 0
-    for _ in range(rounds):
-        for i in gl.static_range(STAGES):
-            at = (i + STAGES - 1) % STAGES, i, (i + 1) % STAGES, phase ^ (i == STAGES - 1)
-            sums = add_stage(stages, barriers, sums, at, FENCED)
-        phase = phase ^ 1
-    for _ in range(tile.begin + rounds * STAGES, tile.end):
-        following, phase = step(stage, phase, STAGES)
-        sums = add_stage(stages, barriers, sums, (before, stage, following, phase), FENCED)
-        before, stage = stage, following
-    o, row_sum, _, _ = sums
-    store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP, C)
-
-
-@gluon.jit
-def interleave_stages(
-    stages, values, given, keys, place, number, strip, tile, outputs, scale, COPIED: gl.constexpr,
-    FENCED: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """`load_stages` and `add_stages` by the same warps: they copy while their instructions run."""
-    p, y, factors, sums_of = stages
-    stages = p, factors, sums_of
-    STAGES: gl.constexpr = y.shape[0]
-    STRIP: gl.constexpr = y.shape[2]
-    OUTPUT: gl.constexpr = (ROWS, STRIP)
     rows = tile.queries * C.PACK
-    layout: gl.constexpr = mma_layout(STRIP)
-    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     last = tile.end - 1
-    for i in gl.static_range(STAGES - 2):
+    for i in gl.static_range(AHEAD):
         copy_values(y.index(i), values, (last - i) * C.BLOCK, keys, STRIP, C)
     async_copy.commit_group()
     gdc_wait()
-    for i in gl.static_range(STAGES - 2):
-        copy_weights(stages, i, given, place, rows, last - i >= tile.begin, COPIED, C)
+    for i in gl.static_range(AHEAD):
+        copy_weights(lines, i, given, place, rows, last - i >= tile.begin, COPIED, C)
         async_copy.commit_group()
         place -= rows
-    async_copy.wait_group(STAGES - 3)
+    async_copy.wait_group(AHEAD - 1)
     barrier()
-    if FENCED:
-        fence_async_shared()
+    fence_async_shared()
     rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
     o = gl.zeros(OUTPUT, gl.float32, layout)
     row_sum = gl.zeros([ROWS], gl.float32, rows_layout)
-    stage, free = tl.cast(0, tl.int32), tl.cast(STAGES - 2, tl.int32)
+    stage, free = tl.cast(0, tl.int32), tl.cast(AHEAD, tl.int32)
     for i in range(tile.begin, tile.end):
         product = warpgroup_mma(p.index(stage), y.index(stage), o * rescale[:, None], is_async=True)
         row_sum = row_sum * rescale + more
-        block = last - (STAGES - 2) - (i - tile.begin)
+        block = last - AHEAD - (i - tile.begin)
         copy_values(y.index(free), values, block * C.BLOCK, keys, STRIP, C)
-        copy_weights(stages, free, given, place, rows, block >= tile.begin, COPIED, C)
+        copy_weights(lines, free, given, place, rows, block >= tile.begin, COPIED, C)
         async_copy.commit_group()
         place -= rows
         free = gl.where(free == STAGES - 1, 0, free + 1)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        async_copy.wait_group(STAGES - 3)
+        async_copy.wait_group(AHEAD - 1)
         barrier()
-        if FENCED:
-            fence_async_shared()
+        fence_async_shared()
         rescale, more = factors.index(stage).load(rows_layout), sums_of.index(stage).load(rows_layout)
         o = warpgroup_mma_wait(0, (product,))
     async_copy.wait_group(0)
-
-    store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP, C)
+    return o, row_sum
 
 
 @gluon.jit(do_not_specialize=(*NUMBERS, "scale"), do_not_specialize_on_alignment=UNALIGNED)
@@ -335,12 +233,12 @@ def chain_strips(
     v, out, lse, sinks, seqlens_k, block_table, weights, rescales, sums, tops, scale, sequences, seqlen_q, seqlen_k,
     pages, head_tiles, q_heads_per_kv, left, right, table_stride, blocks, lse_batch, lse_row, lse_head, stride_vb,
     stride_vr, stride_vh, stride_ob, stride_or, stride_oh, C: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr,
-    COPIED: gl.constexpr, FENCED: gl.constexpr, BESIDE: gl.constexpr, UNROLLED: gl.constexpr,
+    COPIED: gl.constexpr,
 ):  # fmt: skip
-    """`tilestream.kernels.portable.attention_strips.add_strips`, by instructions of four warps.
+    """``STRIP`` columns of a tile's output; the programs of the first strip also store the log-sum-exp.
 
-    Values are copied before the launch before has ended. That launch began when all before it had ended, so the values
-    are there.
+    The grid is ``(strips, tiles)``. Values are copied before the launch before has ended. That launch began when all
+    before it had ended, so the values are there.
     """
     extents = Extents(
         None, None, sequences, None, None, seqlens_k, 0, 0, seqlen_q, seqlen_k, head_tiles, q_heads_per_kv, 1, left,
@@ -348,7 +246,6 @@ def chain_strips(
     )  # fmt: skip
     strip, number = gl.program_id(0), gl.program_id(1)
     tile = tile_of(number, extents, C)
-    rows = tile.queries * C.PACK
     v_rows = Rows(v, stride_vb, stride_vr, stride_vh)
     keys = keys_of_tile(tile, v_rows, v_rows, (block_table, table_stride, pages), extents, C)
     values = Rows(keys.v.at + strip * STRIP, keys.v.batch, keys.v.row, keys.v.head)
@@ -367,19 +264,6 @@ def chain_strips(
     sums_of = gl.allocate_shared_memory(gl.float32, LINES, line_layout)
     given = weights, rescales, sums
     outputs = Rows(out, stride_ob, stride_or, stride_oh), Rows(lse, lse_batch, lse_row, lse_head), sinks, tops
-    if BESIDE:
-        full, empty = make_barriers(STAGES, 128), make_barriers(STAGES, 1)
-        fence_async_shared()
-        place = place_of_block(number, tile.end - 1, blocks, tile, C)
-        at = tile.begin, tile.end, rows, place
-        stages, barriers = (p, y, factors, sums_of), (full, empty)
-        gl.warp_specialize([
-            (add_stages, (stages, barriers, number, strip, tile, outputs, scale, FENCED, UNROLLED, C)),
-            (load_stages, (stages, barriers, values, given, keys, at, COPIED, C)),
-        ], [4], [LOAD_REGISTERS])  # fmt: skip
-    else:
-        place = place_of_block(number, tile.end - 1, blocks, tile, C)
-        interleave_stages(
-            (p, y, factors, sums_of), values, given, keys, place, number, strip, tile, outputs,
-            scale, COPIED, FENCED, C,
-        )  # fmt: skip
+    place = place_of_block(number, tile.end - 1, blocks, tile, C)
+    o, row_sum = add_stages((p, y, factors, sums_of), values, given, keys, place, tile, COPIED, C)
+    store_sums(o, row_sum, number, strip, tile, outputs, scale, STRIP, C)

@@ -5,12 +5,12 @@ only the sums of weighted values and of weights depend on the order of keys, and
 
     score_blocks    a program for each key block:    masked scores, and each row's maximum in the block
     weigh_blocks    a program for each key block:    the running maximum; weights, their sum, the factor of earlier sums
-    add_strips      a program for a strip of V:      for each key block, the last first: o = o * factor + weights V
+    chain_strips    a program for a strip of V:      for each key block, the last first: o = o * factor + weights V
 
-The second is in `tilestream.kernels.hopper.attention_strips`. A launch may begin before the one before has ended, and
-waits for it first. Maxima are exact in any order, so each block finds its
-running maximum from the other blocks' maxima. The third has the only loop over blocks. Its chain of multiplications is
-the lower bound of the time: one of 16 keys after the other.
+The first is here, the others are in `tilestream.kernels.hopper.attention_strips`. A launch may begin before the one
+before has ended, and waits for it first. Maxima are exact in any order, so each block finds its running maximum from
+the other blocks' maxima. The third has the only loop over blocks. Its chain of multiplications is the lower bound of
+the time: one of 16 keys after the other.
 
 Each number is computed as in `tilestream.kernels.hopper.attention_math`: a score from its columns, in their order; the
 weights by the same functions; a sum from its products, in the order of keys. Tensor cores give the same bits for each
@@ -30,15 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tilestream.core.attention_structs import Extents, Mask, Rows
 from tilestream.core.structs import Item
 from tilestream.kernels.device.attention_tile import locate_tile, sees
-from tilestream.kernels.device.softmax import finalize
-from tilestream.kernels.portable.attention import (
-    first_of,
-    keys_of_tile,
-    load_block,
-    load_queries,
-    offset_of,
-    rows_of_tile,
-)
+from tilestream.kernels.portable.attention import keys_of_tile, load_block, load_queries, rows_of_tile
 
 #: Numbers that one compiled kernel serves, and pointers that need no alignment.
 NUMBERS = (
@@ -98,65 +90,3 @@ def score_blocks(
         tl.store(partials + (place[:, None] * C.BLOCK + key[None, :]), scores, mask=real[:, None] & (key >= 0)[None, :])
         of_tile = number.to(tl.int64) * (tile.queries * C.PACK) + row
         tl.store(maxima + (of_tile * blocks + block), tl.max(scores, 1), mask=real)
-
-
-@triton.jit(do_not_specialize=(*NUMBERS, "scale"), do_not_specialize_on_alignment=UNALIGNED)
-def add_strips(
-    v, out, lse, sinks, seqlens_k, block_table, weights, rescales, sums, tops, scale, sequences, seqlen_q, seqlen_k,
-    pages, head_tiles, q_heads_per_kv, left, right, table_stride, blocks, lse_batch, lse_row, lse_head, stride_vb,
-    stride_vr, stride_vh, stride_ob, stride_or, stride_oh, C: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
-    """``STRIP`` columns of a tile's output; the programs of the first strip also store the log-sum-exp.
-
-    The grid is ``(strips, tiles)``.
-    """
-    gdc_wait()
-    extents = Extents(
-        None, None, sequences, None, None, seqlens_k, 0, 0, seqlen_q, seqlen_k, head_tiles, q_heads_per_kv, 1, left,
-        right, 0, 0,
-    )  # fmt: skip
-    strip, number = tl.program_id(0), tl.program_id(1)
-    tile = tile_of(number, extents, C)
-    row, position = rows_of_tile(tl.minimum(tile.first, 0), tile.first, C)
-    real = position < tile.queries
-    v_rows = Rows(v, stride_vb, stride_vr, stride_vh)
-    keys = keys_of_tile(tile, v_rows, v_rows, (block_table, table_stride, pages), extents, C)
-    values = Rows(keys.v.at + strip * STRIP, keys.v.batch, keys.v.row, keys.v.head)
-    key, column = tl.arange(0, C.BLOCK), tl.arange(0, STRIP)
-    OUTPUT: tl.constexpr = (C.ROWS, STRIP)
-    ROW: tl.constexpr = (C.ROWS,)
-    o, row_sum = tl.zeros(OUTPUT, tl.float32), tl.zeros(ROW, tl.float32)
-    last = tile.end - 1
-    place = place_of_block(number, tl.maximum(last, 0), blocks, tile, C) + row
-    step = tile.queries * C.PACK
-    p_at = weights + (place[:, None] * C.BLOCK + key[None, :])
-    rescale_at, more_at = rescales + place, sums + place
-    # Factors are loaded a block ahead: Triton pipelines the loads of matrices alone, and no loop that carries a value
-    # through two steps.
-    there = real & (tile.begin < tile.end)
-    rescale, more = tl.load(rescale_at, mask=there, other=0.0), tl.load(more_at, mask=there, other=0.0)
-    for i in range(tile.begin, tile.end):
-        block = last - (i - tile.begin)
-        rescale_at, more_at = rescale_at + -step, more_at + -step
-        there = real & (block > tile.begin)
-        next_rescale, next_more = tl.load(rescale_at, mask=there, other=0.0), tl.load(more_at, mask=there, other=0.0)
-        p = tl.load(p_at, mask=real[:, None], other=0.0)
-        p_at = p_at + -step * C.BLOCK
-        y = load_block(values, block * C.BLOCK, keys, STRIP, STRIP, True, C)
-        row_sum = row_sum * rescale + more
-        o = tl.dot(p, y, o * rescale[:, None], input_precision=C.PRECISION)
-        rescale, more = next_rescale, next_more
-    of_tile = number.to(tl.int64) * (tile.queries * C.PACK) + row
-    row_max = tl.load(tops + of_tile, mask=real & (tile.begin < tile.end), other=float("-inf"))
-    head = tile.head * C.PACK
-    factor, logs = finalize(row_max, row_sum, sinks, head, row, scale, C.PACK)
-    out_rows = Rows(out, stride_ob, stride_or, stride_oh)
-    at = first_of(out_rows, tile.batch, tile.origin_q + tile.first, head, C.ALIGN_OUT) + strip * STRIP
-    tl.store(
-        at + (offset_of(row, out_rows, C.ALIGN_OUT, C)[:, None] + column[None, :]),
-        (o * factor[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (column >= 0)[None, :],
-    )  # fmt: skip
-    if lse is not None:
-        lse_rows = Rows(lse, lse_batch, lse_row, lse_head)
-        at = first_of(lse_rows, tile.batch, tile.origin_q + tile.first, head, 1)
-        tl.store(at + offset_of(row, lse_rows, 1, C), logs, mask=real & (strip == 0))

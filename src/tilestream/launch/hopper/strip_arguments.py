@@ -6,20 +6,13 @@ from typing import Any, NamedTuple
 
 from tilestream.core.integers import cdiv
 from tilestream.kernels.hopper.attention_strips import chain_strips, weigh_blocks
-from tilestream.kernels.portable.attention_strips import add_strips, score_blocks
+from tilestream.kernels.portable.attention_strips import score_blocks
 from tilestream.launch.attention_arguments import GIVEN, AttentionLayout
 from tilestream.launch.pack import Pack
 from tilestream.launch.portable.attention_arguments import AttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.plan.policy.hopper_strips import copied_rows, stages_of
+from tilestream.plan.policy.hopper_strips import copied_rows
 
-#: The kernel of the third launch: with instructions ``"of four warps"``, of four warps and ``"loads beside"`` that have
-#: warps of their own, or ``"of one warp"``.
-CHAINS = "loads beside"
-#: Whether a fence between copies and instructions of four warps is issued. Triton's own loops have none.
-FENCED = True
-#: Whether math warps with loads beside them have a loop over rounds of stages, whose addresses are then constants.
-UNROLLED = True
 #: Registers of a thread of the second launch, of which four programs run on an SM at a time, and of the third one.
 REGISTERS, CHAIN_REGISTERS = 128, 160
 
@@ -45,25 +38,19 @@ class StripArguments(AttentionArguments):
         self.tiles = p.batch * p.heads_q // plan.pack
         self.strip = p.head_dim_v // plan.strips
         self.copied = copied_rows(p, plan.pack)
-        self.stages = stages_of(plan.block[1], self.strip)
 
     def pack(self, kernel: Any) -> Pack:
         """The `Pack` of a kernel's arguments, for values in the order of `GIVEN`, then of `Scratch`."""
         fixed = {**self._numbers(), "blocks": self.blocks, "STRIP": self.strip, "C": self.config()}
-        fixed |= {"STAGES": self.stages, "COPIED": self.copied, "FENCED": FENCED, "UNROLLED": UNROLLED}
-        fixed["BESIDE"] = CHAINS == "loads beside"
+        fixed |= {"STAGES": self.plan.stages, "COPIED": self.copied}
         return Pack(kernel, fixed, GIVEN, Scratch._fields)
 
     def kernels(self) -> list[tuple[Any, tuple[int, int, int], dict[str, int]]]:
         """Each kernel with its grid and the compiler's options, in the order of launches."""
-        plan = self.plan
-        a_block, four = (self.blocks, self.tiles, 1), {"num_warps": 4, "launch_pdl": True}
-        of_strip = four | {"num_warps": plan.warps, "num_stages": plan.stages}
-        chain = add_strips
-        if CHAINS != "of one warp":
-            # A program of the third launch begins beside those of the second, if there are registers left for it.
-            chain, of_strip = chain_strips, four | {"maxnreg": CHAIN_REGISTERS}
+        a_block, a_strip = (self.blocks, self.tiles, 1), (self.plan.strips, self.tiles, 1)
+        four = {"num_warps": 4, "launch_pdl": True}
+        # A program of the third launch begins beside those of the second, if there are registers left for it.
         return [
             (score_blocks, a_block, four), (weigh_blocks, a_block, four | {"maxnreg": REGISTERS}),
-            (chain, (plan.strips, self.tiles, 1), of_strip),
+            (chain_strips, a_strip, four | {"maxnreg": CHAIN_REGISTERS}),
         ]  # fmt: skip

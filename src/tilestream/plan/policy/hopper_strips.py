@@ -30,13 +30,14 @@ LEAST_ROWS, MOST_ROWS = 16, policy.ROWS
 MOST_COLUMNS = 128
 #: The most tiles: programs of a grid's second extent.
 MOST_TILES = 2**16 - 1
-#: Bytes of shared memory of a strip's program, and the most stages.
+#: Bytes of shared memory of a strip's program, and the most stages: an H200 takes longer with 4, and no less with 11
+#: (`benchmarks/results/h200/strips_variants.json`, copies by other warps).
 SHARED, MOST_STAGES = 227 * 1024, 8
 #: Floats to which parts of the scratch are rounded up: 128 bytes.
 _LINE = 32
-#: Seconds of 128 keys in the chain: eight instructions of 20 cycles, their start and end, the scaling. A prediction:
-#: with instructions of one warp an H200 took 6e-7 to 7e-7 (`benchmarks/results/h200/invariance_strips.json`).
-CHAIN_SECONDS = 1.65e-7
+#: Seconds of 128 keys in the chain: what the third launch alone takes more for 192 blocks more, and for 48, on an H200
+#: (`benchmarks/results/h200/strips_variants.json`, the variant ``four``: 44.5 us and 11.2 us).
+CHAIN_SECONDS = 2.3e-7
 
 
 def refusal(problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind) -> str:
@@ -80,16 +81,11 @@ def width_of(columns: int, tiles: int, workers: int) -> int:
     return next((width for width in fitting if 2 * tiles * (columns // width) >= workers), fitting[-1])
 
 
-def warps_of(width: int, rows: int) -> int:
-    """The warps of a strip's program: one for the 8 columns of an instruction, and four at most.
-
-    Four if a tile has the rows of an instruction of four warps.
-    """
-    return 4 if rows >= MOST_ROWS else min(4, width // 8)
-
-
 def stages_of(block: int, width: int) -> int:
-    """The stages of a strip's program: weights of 64 rows, values, and two numbers of 32 bits for each row."""
+    """The stages of a strip's program: weights of 64 rows, values, and two numbers of 32 bits for each row.
+
+    One is multiplied, the one before may still be read by other warps, and the others are copied ahead.
+    """
     stage = 2 * MOST_ROWS * block + 2 * block * width + 8 * MOST_ROWS
     return min(MOST_STAGES, SHARED // stage)
 
@@ -119,9 +115,9 @@ def candidates(
             continue
         schedule = schedule_of(problem, rows // pack, pack, tiles, "static", workers)
         seconds = _seconds(problem, device, tiles, width, block)
-        stages = 6 if rows == LEAST_ROWS and width < WIDTHS[0] else 4
+        stages = stages_of(block, width)
         yield AttentionCandidate(
-            VARIANT, (rows, block), schedule, seconds, pack, warps_of(width, rows), stages, downwards=True,
+            VARIANT, (rows, block), schedule, seconds, pack, 4, stages, downwards=True,
             strips=problem.head_dim_v // width,
         )  # fmt: skip
 
