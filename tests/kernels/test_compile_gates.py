@@ -55,7 +55,7 @@ COUNTS = {
     "hopper grouped sources": {"sm_90a": 158},
     "hopper attention": {"sm_90a": 149},
     "hopper realign": {"sm_90a": 10},
-    "hopper strips": {"sm_90a": 96},
+    "hopper strips": {"sm_90a": 100},
     "cdna gemm": {"gfx942": 150, "gfx950": 159},
     "cdna attention": {"gfx942": 90, "gfx950": 121},
     "trace": {"sm_90a": 22},

@@ -33,19 +33,32 @@ HOWS: dict[str, dict[str, Any]] = {
     "large pages": {"page_size": 256, "pages": 1024, "lengths": True, "sinks": True},
 }
 DIMS = ((128, 128), (64, 64), (80, 80), (128, 64))
+#: What a problem has whose V has strides that are multiples of 8 elements, and not of 16; and the stride of its rows.
+ODD_ROW = 1032
+ODD: dict[str, dict[str, Any]] = {
+    "odd sequences": {"causal": True, "seqlen_k": 8191},
+    "odd pages": HOWS["pages"],
+    "odd large pages": HOWS["large pages"],
+    "odd pages of a block": HOWS["large pages"] | {"page_size": 128},
+}
 QUICK = tuple(f"128-128 causal {kernel}" for kernel in KERNELS)
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
-    for dims, how, (number, kernel) in itertools.product(DIMS, HOWS, enumerate(KERNELS)):
+    every = [*itertools.product(DIMS, HOWS, enumerate(KERNELS)), *((DIMS[0], how, (2, KERNELS[2])) for how in ODD)]
+    for dims, how, (number, kernel) in every:
         name = f"{dims[0]}-{dims[1]} {how} {kernel}"
         if is_wanted("sm_90a", name):
-            given = {"batch": 2, "heads_q": 32, "heads_kv": 8, "seqlen_q": 1, "seqlen_k": 8192} | HOWS[how]
+            given = {"batch": 2, "heads_q": 32, "heads_kv": 8, "seqlen_q": 1, "seqlen_k": 8192} | (HOWS | ODD)[how]
             p = AttentionProblem(**given, head_dim=dims[0], head_dim_v=dims[1])
             unsplit = hopper_attention.candidates(p, DEVICE, 132, kind="dynamic", splits=1, promises=True)
             found = next(hopper_strips.candidates(p, DEVICE, 132, [next(unsplit).block[1]], kind="dynamic"))
             plan = of_candidate(p, DEVICE, "hopper", found, "the gate's", ())
-            yield Case("sm_90a", name, plan, attention_layout(p, table=4), number)
+            layout = attention_layout(p, table=4)
+            if how in ODD:
+                rows = p.page_size * ODD_ROW + 8 if p.page_size else p.seqlen_k * ODD_ROW
+                layout = layout._replace(v=(rows, ODD_ROW, dims[1]))
+            yield Case("sm_90a", name, plan, layout, number)
 
 
 def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

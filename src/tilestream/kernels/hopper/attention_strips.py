@@ -113,7 +113,9 @@ def copy_values(buffer, values, start, keys, STRIP: gl.constexpr, C: gl.constexp
     elif C.PAGE >= C.BLOCK:
         first = tl.maximum(start, 0)  # before the tile's first key no key is copied
         page = tl.minimum(tl.maximum(tl.load(keys.table + first // C.PAGE), 0), keys.pages - 1)
-        at += page.to(tl.int64) * values.batch + (first % C.PAGE).to(tl.int64) * values.row
+        # A hint a term: one on their sum is lost where a term is 0.
+        at += gl.multiple_of(page.to(tl.int64) * values.batch, ALIGN)
+        at += gl.multiple_of((first % C.PAGE).to(tl.int64) * values.row, ALIGN)
     if (C.PAGE == 0) or (C.PAGE >= C.BLOCK):
         if C.OFFSETS_64BIT:
             row = row.to(tl.int64)
@@ -248,7 +250,8 @@ def chain_strips(
     tile = tile_of(number, extents, C)
     v_rows = Rows(v, stride_vb, stride_vr, stride_vh)
     keys = keys_of_tile(tile, v_rows, v_rows, (block_table, table_stride, pages), extents, C)
-    values = Rows(keys.v.at + strip * STRIP, keys.v.batch, keys.v.row, keys.v.head)
+    # Strides are multiples of 8 elements. Triton knows those of 16 alone, and has to prove that copies are aligned.
+    values = Rows(gl.multiple_of(keys.v.at + strip * STRIP, 16), keys.v.batch, keys.v.row, keys.v.head)
 
     P_SHAPE: gl.constexpr = (ROWS, C.BLOCK)
     V_SHAPE: gl.constexpr = (C.BLOCK, STRIP)
