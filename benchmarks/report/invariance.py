@@ -16,7 +16,8 @@ BESIDE = ("free", "cublas", "batch_invariant_ops", "vllm", "sgemm-bi")
 
 def page(results: Path) -> list[str]:
     parts = NOTES.page(SECTIONS, lambda name: records(results, f"invariance_{name}"))
-    return [*parts, NOTES("design" if len(parts) > 1 else "none")]
+    tried = [part for data in records(results, "strips_variants") for part in variants(data)]
+    return [*parts, NOTES("design" if len(parts) > 1 else "none"), *tried]
 
 
 def cost(data: Data) -> list[str]:
@@ -47,6 +48,31 @@ def strips(data: Data) -> list[str]:
     """Attention as it is where values may be taken in strips of columns."""
     prefills, steps = attention(data)
     return [NOTES.of(data, "strips"), *incomplete(data), _of_attention([*prefills, *steps])]
+
+
+def variants(data: Data) -> list[str]:
+    """What kernels of strips take that were tried, and what follows."""
+    us, launches = ({row["shape"]: row[key] for row in data["rows"]} for key in ("us", "launches_us"))
+    few, many = launches["1x1x8192"], launches["1x1x32768"]
+    blocks, empty = (32768 - 8192) // 128, data["empty_us"]
+    block = {name: (many[f"3 {name}"] - few[f"3 {name}"]) / blocks for name in data["variants"] if f"3 {name}" in many}
+    figures = {
+        "us": us, "block": block, "ahead": many["12"], "alone": many["3 four"],
+        "sum": many["12"] + many["3 four"] - empty,
+        "chain": 256 * block["four"], "tma": 256 * block["beside_nofence"],
+        "bandwidth": blocks * 128 * 8 * 128 * 2 / (many["1"] - few["1"]) / 1e6,
+    }  # fmt: skip
+    rows = [
+        [f"{name}: {what}", *(f"{of_shape[name]:.1f}" for of_shape in us.values()),
+         f"{block[name]:.3f}" if name in block else "-"]
+        for name, what in data["variants"].items()
+    ]  # fmt: skip
+    more = {"repeats": data["repeats"], "empty": empty, "folder": data["folder"], "stem": data["stem"]}
+    return [
+        NOTES.of(data, "variants", **more),
+        table(["variant: sequences x queries x keys", *us, "a block"], rows),
+        NOTES("variants prose", **figures),
+    ]
 
 
 def _of_attention(rows: list[Row]) -> str:
