@@ -137,9 +137,7 @@ class Warps:
 
     def names(self) -> dict[str, Any]:
         return {
-            "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self.copy, commit_group=self.commit, wait_group=self.wait_group
-            ),
+            "copy_to_shared": self.copy, "commit": self.commit, "wait_for_groups": self.wait_group,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiplied, "copy_layout": lambda _: None,
             "fence_async_shared": self.fence, "barrier": self.barrier,
         }  # fmt: skip

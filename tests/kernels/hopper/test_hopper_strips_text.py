@@ -94,7 +94,7 @@ def test_another_order_is_found(name, exact):  # noqa: F811
     assert not (np.array_equal(out, np.concatenate(outs)) and np.array_equal(lse, np.concatenate(lses)))
 
 
-WAIT = "async_copy.wait_group({})"
+WAIT = "wait_for_groups({})"
 #: Copies and instructions that are not kept apart.
 RACES = {
     "copies are a block further ahead": ("a barrier stands between", replace("STAGES - 2", "STAGES - 1")),

@@ -23,14 +23,13 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.core.attention_structs import Extents, Rows
 from tilestream.kernels.device.softmax import exp_scores, finalize, update_max
 from tilestream.kernels.hopper.attention_load import ROWS
-from tilestream.kernels.hopper.compat import barrier
+from tilestream.kernels.hopper.compat import barrier, commit, copy_to_shared, wait_for_groups
 from tilestream.kernels.hopper.epilogue import mma_layout
 from tilestream.kernels.portable.attention import first_of, keys_of_tile, offset_of
 from tilestream.kernels.portable.attention_strips import NUMBERS, UNALIGNED, place_of_block, tile_of
@@ -125,7 +124,7 @@ def copy_values(buffer, values, start, keys, STRIP: gl.constexpr, C: gl.constexp
         page = gl.minimum(gl.maximum(page, 0), keys.pages - 1)
         offset = page.to(tl.int64) * values.batch + (key % C.PAGE).to(tl.int64) * values.row
     pointers = at + (gl.multiple_of(offset, ALIGN)[:, None] + column[None, :])
-    async_copy.async_copy_global_to_shared(buffer, pointers, mask=real[:, None] & (column >= 0)[None, :])
+    copy_to_shared(buffer, pointers, mask=real[:, None] & (column >= 0)[None, :])
 
 
 @gluon.jit
@@ -141,14 +140,14 @@ def copy_weights(stages, stage, given, place, rows, there, COPIED: gl.constexpr,
     column = gl.arange(0, C.BLOCK, gl.SliceLayout(0, layout))
     real = (row < rows) & there
     at = weights + place * C.BLOCK
-    async_copy.async_copy_global_to_shared(
+    copy_to_shared(
         p.index(stage).slice(0, COPIED), at + (row[:, None] * C.BLOCK + column[None, :]),
         mask=real[:, None] & (column >= 0)[None, :],
     )  # fmt: skip
     line = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))
     real = (line < rows) & there
-    async_copy.async_copy_global_to_shared(factors.index(stage), rescales + place + line, mask=real)
-    async_copy.async_copy_global_to_shared(sums_of.index(stage), sums + place + line, mask=real)
+    copy_to_shared(factors.index(stage), rescales + place + line, mask=real)
+    copy_to_shared(sums_of.index(stage), sums + place + line, mask=real)
 
 
 @gluon.jit
@@ -198,13 +197,13 @@ def add_stages(stages, values, given, keys, place, tile, COPIED: gl.constexpr, C
     last = tile.end - 1
     for i in gl.static_range(AHEAD):
         copy_values(y.index(i), values, (last - i) * C.BLOCK, keys, STRIP, C)
-    async_copy.commit_group()
+    commit()
     gdc_wait()
     for i in gl.static_range(AHEAD):
         copy_weights(lines, i, given, place, rows, last - i >= tile.begin, COPIED, C)
-        async_copy.commit_group()
+        commit()
         place -= rows
-    async_copy.wait_group(AHEAD - 1)
+    wait_for_groups(AHEAD - 1)
     barrier()
     fence_async_shared()
     rescale, more = factors.index(0).load(rows_layout), sums_of.index(0).load(rows_layout)
@@ -217,16 +216,16 @@ def add_stages(stages, values, given, keys, place, tile, COPIED: gl.constexpr, C
         block = last - AHEAD - (i - tile.begin)
         copy_values(y.index(free), values, block * C.BLOCK, keys, STRIP, C)
         copy_weights(lines, free, given, place, rows, block >= tile.begin, COPIED, C)
-        async_copy.commit_group()
+        commit()
         place -= rows
         free = gl.where(free == STAGES - 1, 0, free + 1)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        async_copy.wait_group(AHEAD - 1)
+        wait_for_groups(AHEAD - 1)
         barrier()
         fence_async_shared()
         rescale, more = factors.index(stage).load(rows_layout), sums_of.index(stage).load(rows_layout)
         o = warpgroup_mma_wait(0, (product,))
-    async_copy.wait_group(0)
+    wait_for_groups(0)
     return o, row_sum
 
 

@@ -3,6 +3,7 @@
 ============================  ==============================  ==========================
 name                          3.6, 3.7                        3.9
 ============================  ==============================  ==========================
+``copy_to_shared``            ``async_copy_global_to_shared`` ``async_load``
 ``tma_load``                  ``async_copy_global_to_shared`` ``async_load``
 ``tma_store``                 ``async_copy_shared_to_global`` ``async_store``
 ``reinterpret``               ``_reinterpret``                ``reinterpret``
@@ -16,8 +17,12 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+#: Threads' copies, for which `commit` closes a group.
+copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+commit, wait_for_groups = async_copy.commit_group, async_copy.wait_group
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
