@@ -76,12 +76,14 @@ def late(chunk: int, seconds: float = 0.01) -> Callable[[int], None]:
     return lambda c: time.sleep(seconds) if c == chunk else None
 
 
+#: Pools that `new_workers` has replaced: their threads are idle until they end.
+_replaced: list[workers.Pool] = []
+
+
 def threads_at_work() -> set[threading.Thread]:
     """All threads but the package's idle workers, which stay between launches."""
-    running = set(
-        threading.enumerate()
-    )  # before the idle ones are listed: a thread that is new and idle is not at work
-    return running - {worker.thread for worker in workers.pool.idle}
+    running = set(threading.enumerate())  # first: a thread that is new and idle is not at work
+    return running - {worker.thread for pool in (workers.pool, *_replaced) for worker in pool.idle}
 
 
 def workers_at_work() -> list[threading.Thread]:
@@ -104,12 +106,14 @@ def no_thread_left(grace: float = 0.0) -> Iterator[None]:
 def new_workers(patch: pytest.MonkeyPatch) -> Iterator[workers.Pool]:
     """No worker thread is kept from earlier launches in the block, and none is kept from the block."""
     made = workers.Pool()
+    _replaced.append(workers.pool)
     with patch.context() as inside:
         inside.setattr(workers, "pool", made)
         try:
             yield made
         finally:
             made.stop_at_exit(60)
+            _replaced.pop()
 
 
 def intra_op_threads_of_a_new_thread() -> int:
