@@ -201,7 +201,7 @@ def test_a_launch_finds_what_was_compiled_ahead(tmp_path):
     launched = [json.loads(line) for line in run.stdout.splitlines()]
     names = [[name for name, _ in one["kernels"]] for one in launched]
     assert names == [
-        ["gemm"], ["gemm"], ["attend"], ["attend", "merge_shares"], ["gemm"] * 3, ["gemm"], ["attend"],
+        ["one_tile"], ["gemm"], ["attend"], ["attend", "merge_shares"], ["one_tile"] * 3, ["gemm"], ["attend"],
         ["grouped_gemm"], *[["grouped_gemm_by_source"]] * 2,
     ]  # fmt: skip
     assert all(found for one in launched for _, found in one["kernels"]), launched
