@@ -10,6 +10,7 @@ import torch
 
 from tilestream.distributed import all_gather, all_reduce, copy_engines, gpu_reduce_scatter, graph_calls, one_shot
 from tilestream.distributed import reduce_scatter as sums
+from tilestream.distributed.repeats import PlainCall, Repeat
 from tilestream.distributed.request import Request
 
 A, B = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.bfloat16)
@@ -77,15 +78,15 @@ def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op
 @pytest.mark.parametrize("op", OPS)
 def test_a_capture_prepares_no_repeat(monkeypatch, state, op):
     """Else the eager calls behind an unfused capture would repeat it, and never make what a capture needs."""
-    module, by_device, by_host, made = OPS[op]
+    module, by_device, by_host, _ = OPS[op]
     kept: list[object] = []
     for where in (by_device, by_host):
-        monkeypatch.setattr(*where, lambda state, plan, *args: kept.append(args[-1]) or made)
+        monkeypatch.setattr(*where, lambda *args: pytest.fail("it is unfused"))
+    monkeypatch.setattr(Repeat, "of", lambda call, *args: kept.append(call))
     unfused = plan(b"unfused", False)
     unfused.transport, unfused.fused = "collective", False
     monkeypatch.setattr(module, "plan_of", lambda state, request, *args, **more: unfused)
     monkeypatch.setattr(module, "connected_plan", lambda state, plan, *args: plan)
-    monkeypatch.setattr(module, "can_repeat", lambda plan, plain: kept.append(plain) or False)
     monkeypatch.setattr(module, "agree", lambda *args: None)
     monkeypatch.setattr(all_gather, "all_gather", lambda *args: None)
     monkeypatch.setattr(sums, "reduce_scatter", lambda state, parts: parts[0])
@@ -94,10 +95,10 @@ def test_a_capture_prepares_no_repeat(monkeypatch, state, op):
         monkeypatch.setattr(module, "_decide", lambda *args: module._Decided((unfused,), A.dtype, A.dtype, False))
     state.buffer = lambda name, shape, dtype, device: torch.zeros(shape, dtype=dtype)
     request = Request(op, A, [B], [None], ["none"], None, [None], deadline=1.0)
-    asked = []
+    asked, plain = [], PlainCall(state, (), A, (B,), 0, 1.0)
     for capture in (0, 1):
         state.capture = lambda x, capture=capture: capture
         kept.clear()
-        module.run([state] if op == "matmul_all_reduce" else state, request, plain="a plain call")
+        module.run([state] if op == "matmul_all_reduce" else state, request, plain=plain)
         asked.append(list(kept))
-    assert asked == [["a plain call"], []]
+    assert asked == [[plain], []]

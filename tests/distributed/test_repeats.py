@@ -29,7 +29,7 @@ def numbered(*tensors: torch.Tensor) -> int:
 def state(monkeypatch):
     made = SimpleNamespace(
         repeats={}, repeated=0, broken=False, lock=threading.Lock(), world=2, timeout=lambda kind: 600.0,
-        backend=lambda kind: "nccl",
+        backend=lambda kind: "nccl", capture=lambda x: 0,
     )  # fmt: skip
     monkeypatch.setattr(repeats, "known_state", lambda group: made)
     monkeypatch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=numbered))
@@ -329,7 +329,7 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
     [
         ({}, True), ({"transport": "symmetric memory"}, False), ({"a": A.t()}, False), ({"a": A.view(2, 4, 4)}, False),
         ({"dim": 1}, False), ({"a": A[:0]}, False), ({"b": B[:, :0]}, False), ({"world": 1}, False),
-        ({"backend": "gloo"}, False),
+        ({"backend": "gloo"}, False), ({"capture": 1}, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -337,5 +337,6 @@ def test_which_unfused_calls_can_be_repeated(state, change, may):
     with contextlib.suppress(KeyError):
         state.world = change["world"]
     state.backend = lambda kind: change.get("backend", "nccl")
+    state.capture = lambda x: change.get("capture", 0)
     call = PlainCall(state, (), change.get("a", A), (change.get("b", B),), change.get("dim", 0), None)
     assert unfused.can_repeat(SimpleNamespace(transport=change.get("transport", "collective")), call) == may

@@ -93,8 +93,6 @@ def run(
         plan, shards = found
         if (current := due(state, plan)) is not plan:
             plan, shards, plain = current, _shards_of(state, request, current), None
-        if state.capture(a):  # a capture prepares no eager call
-            plain = None
         of_rows = None if request.cuts_last else request.scales_of_rows()
         scales = None if of_rows is None else of_rows.reshape(shards.batches, shards.rows, 1)
         shard = ScaledRows(a.reshape(shards.batches, shards.rows, shards.width), scales)

@@ -88,8 +88,6 @@ def run(states: list[GroupState], request: Request, key: object = None, plain: P
             found = states[0].decide(key, _decide(inner_first, request))
         plans, dtype, wide, library = found
         plan = due(states[0], plans[0]) if len(plans) == 1 else plans[0]
-        if states[0].capture(a):  # a capture prepares no eager call
-            plain = None
         if plan.fused:
             (state,) = states
             with state.call():

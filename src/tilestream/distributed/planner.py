@@ -148,8 +148,8 @@ def _make(
         compared["way"] = decision.way
     if counted:
         compared["counted"] = "by the device"
-    if counted and counting() == "captured":
-        compared["kind"] = request.kind
+        if counting() == "captured":
+            compared["kind"] = request.kind
     plan = DistributedPlan(case, state.rank, decision, transport, refused, compared, counted)
     if counted and state.capture(x) and plan.handshake not in state.prepared:
         if promises:

@@ -90,8 +90,6 @@ def run(state: GroupState, request: Request, key: object = None, plain: PlainCal
         plan, shards, shape, dtype = found
         if (current := due(state, plan)) is not plan:
             plan, shards, plain = current, Shards.of(shape, request.dim, state.world, current.chunks), None
-        if state.capture(a):  # a capture prepares no eager call
-            plain = None
         if plan.transport == "symmetric memory" and plan.fused:
             if plan.counted:
                 by_rank = _by_rank(shards, a)

@@ -16,9 +16,11 @@ from tilestream.ops.request import Request, multiply
 def can_repeat(plan: DistributedPlan, call: PlainCall) -> bool:
     """Whether an unfused call can be repeated: its rows are those of a contiguous matrix, and NCCL moves them.
 
-    Without elements the usual way calls no collective.
+    Without elements the usual way calls no collective. A captured call may be unfused where eager ones are not.
     """
     a = call.a
+    if call.state.capture(a):
+        return False
     is_plain = plan.transport == "collective" and a.dim() == 2 and call.dim == 0 and a.is_contiguous()
     has_elements = all(x.numel() for x in (a, *call.bs))
     return is_plain and has_elements and call.state.world > 1 and call.state.backend("cuda") == "nccl"
