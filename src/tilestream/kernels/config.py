@@ -191,7 +191,6 @@ class HopperConfig(GemmConfig):
     PUBLISH: str  # the accumulator's extent of the output's chunks: ``"none"``, ``"rows"`` or ``"columns"``
     LOCAL_ROWS: bool  # whether some row tiles of ``x`` are in a separate tensor
     LOADS_ALPHA: bool = False  # whether alpha is the product of the scales, of one element each, which consumers load
-    PREFETCHES_MAPS: bool = False  # whether the kernel begins by fetching its tensor maps: no plan does yet
     CTAS: int = 1  # CTAs that share a tile's rows, and their loads of ``y``: see `tilestream.kernels.hopper.pair`
 
     @property

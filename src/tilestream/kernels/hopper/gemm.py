@@ -89,28 +89,6 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
     return gl.allocate_shared_memory(tensor_map.dtype, [STAGES, shape[0], shape[1]], layout)
 
 
-@gluon.constexpr_function
-def prefetching(C):
-    """PTX that prefetches the tensor maps: the kernel's first parameters, each with its extents and strides behind it.
-
-    Thread 0 does. No map of `LocalRows` is among them.
-    """
-    count = 1 + len(C.WIDTHS) + (C.STORE == "tma")
-    size = 1 + 2 * (3 if C.BATCHED else 2)
-    one = "mov.b64 at, gemm_param_{}; cvta.param.u64 at, at; @first prefetch.tensormap [at]; "
-    maps = "".join(one.format(size * i) for i in range(count))
-    return "{ .reg .pred first; .reg .b32 me; .reg .b64 at; mov.u32 me, %tid.x; setp.eq.u32 first, me, 0; " + (
-        maps + "mov.b32 $0, 0; }"
-    )
-
-
-@gluon.jit
-def prefetch_maps(C: gl.constexpr):
-    """Begin to fetch the tensor maps, which the first copies of the launch would wait for."""
-    TEXT: gl.constexpr = prefetching(C)
-    gl.inline_asm_elementwise(TEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def begin(work, words, gate, C: gl.constexpr):
     """``(progress, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
@@ -328,8 +306,6 @@ def gemm(
     The others are fields of `tilestream.core.structs`, as they are grouped here. The entry is flat: a number inside of
     a struct would be specialised, ``do_not_specialize`` or not.
     """
-    if C.PREFETCHES_MAPS and not C.LOCAL_ROWS:
-        prefetch_maps(C)
     y_maps = (y_map,)
     if len(C.WIDTHS) > 1:
         y_maps = y_maps + (y_map_1,)
