@@ -46,6 +46,13 @@ class Pointer:
     def __sub__(self, less: Any) -> Pointer:
         return self + -less
 
+    def to(self, kind: tuple[str, torch.dtype]) -> Pointer:
+        """The same address, of elements of another dtype."""
+        what, dtype = kind
+        assert what == "pointer"
+        times = self.memory.element_size() // dtype.itemsize
+        return Pointer(self.memory.view(dtype), self.offset * times)
+
 
 def load(pointer: Pointer, mask: Any = True, other: float = 0, **_: Any) -> torch.Tensor:
     mask = torch.as_tensor(mask).expand(pointer.offset.shape)
@@ -295,6 +302,7 @@ class Machine:
         }  # fmt: skip
         gl = {
             "arange": lambda first, end, _=None: torch.arange(first, end), "num_warps": lambda: 4,
+            "pointer_type": lambda dtype: ("pointer", dtype), "zeros_like": torch.zeros_like,
             "SliceLayout": lambda *_: None, "BlockedLayout": lambda *_: None, "SwizzledSharedLayout": lambda *_: None,
             "convert_layout": lambda x, _: x, "warp_specialize": self.warp_specialize,
             "allocate_shared_memory": lambda _, shape, __: Boxes(0, shape[0]),
@@ -319,6 +327,7 @@ class Machine:
             "warpgroup_mma_wait": lambda _, values: values if len(values) > 1 else values[0],
             "columns_of": lambda acc, first, _, strip, __: acc[:, int(first) : int(first) + strip],
             "reciprocal": lambda y: 1 / y, "power_of_2": torch.exp2, "lane_layout": lambda *_: None,
+            "prefetch_leaving": lambda *_: None,
             "prefetch_ticket": self.prefetch, "await_ticket": lambda words, queue, asked: asked - words.base,
             "nap": lambda _: time.sleep(0), "present": lambda _: torch.tensor(next(tick)),
             "latest": lambda _: torch.tensor(next(tick)), "now": lambda: torch.tensor(next(tick)),

@@ -164,6 +164,10 @@ class PortableSourcesConfig(PortableGroupedConfig):
     PAST_CACHES: bool = False  # whether words that others write are read past the caches by a modifier of the load
 
 
+#: A load warp of fewer registers is slim.
+SLIM_REGISTERS = 40
+
+
 @dataclass(frozen=True, kw_only=True)
 class HopperConfig(GemmConfig):
     """The configuration of the Hopper GEMM. Its accumulator has rows of ``x`` and columns of ``y``."""
@@ -231,6 +235,11 @@ class HopperConfig(GemmConfig):
         ``stream_k``, which leaves the load warp no registers for it.
         """
         return self.KIND == "dynamic" and not self.GATED
+
+    @property
+    def SLIM(self) -> bool:
+        """Whether the load warp has too few registers to read many counters at once: see the compile gates."""
+        return self.LOAD_REGISTERS < SLIM_REGISTERS
 
     @property
     def CLIPPED(self) -> bool:

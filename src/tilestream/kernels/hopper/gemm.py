@@ -77,7 +77,15 @@ from tilestream.kernels.hopper.load import load_steps, locate
 from tilestream.kernels.hopper.multiply import product
 from tilestream.kernels.hopper.pair import announce_barriers, idle, in_parts, meet, rank
 from tilestream.kernels.hopper.publish import publish_tile
-from tilestream.kernels.hopper.queues import EARLY, await_ticket, pick_victim_of_warp, prefetch_ticket
+from tilestream.kernels.hopper.queues import (
+    EARLY,
+    await_ticket,
+    leave_as_warp,
+    pick_victim_of_slim_warp,
+    pick_victim_of_warp,
+    prefetch_leaving,
+    prefetch_ticket,
+)
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
 
 
@@ -99,6 +107,8 @@ def begin(work, words, gate, C: gl.constexpr):
     if C.PREFETCHES_TICKETS:
         go = tl.cast(1, tl.int32)
         asked = prefetch_ticket(words, home_queue(watch.worker, work.queues), go)
+        if not C.SLIM:
+            prefetch_leaving(work, words)
         progress = Progress(with_asked(progress.cursor, asked), progress.ready, progress.passed)
     return progress, watch
 
@@ -109,6 +119,15 @@ def prefetch_next(cursor, work, words, watch):
     home = home_queue(watch.worker, work.queues)
     go = tl.where(cursor.source <= work.queues, 1, 0)
     return with_asked(cursor, prefetch_ticket(words, source_queue(cursor.source, home), go))
+
+
+@gluon.jit
+def finish(passed, work, words, gate, watch, C: gl.constexpr):
+    """`tilestream.kernels.device.items.finish_worker`, sooner where tickets are prefetched."""
+    if C.PREFETCHES_TICKETS and not C.SLIM:
+        leave_as_warp(work, words, watch)
+    else:
+        finish_worker(passed, work, words, gate, watch, C)
 
 
 @gluon.jit
@@ -205,9 +224,10 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
     stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
     passed, ready = progress.passed, progress.ready
     ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
+    PICK: gl.constexpr = pick_victim_of_slim_warp if C.SLIM else pick_victim_of_warp
     while found != 0:
         found, item, progress = next_item(
-            Progress(cursor, ready, passed), work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
+            Progress(cursor, ready, passed), work, words, gate, watch, C, ADD, PICK, backwards
         )  # fmt: skip
         cursor, ready, passed = progress
         slot = hand_on(items, slot, found, item, C)
@@ -219,7 +239,7 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
                 stage = load_steps(item.k_begin, k_begin, tile, loads, ring, stage, C)
                 cursor = prefetch_next(cursor, work, words, watch)
             stage = load_steps(k_begin, item.k_end, tile, loads, ring, stage, C)
-    finish_worker(passed, work, words, gate, watch, C)
+    finish(passed, work, words, gate, watch, C)
     if C.CTAS > 1:
         meet()
 

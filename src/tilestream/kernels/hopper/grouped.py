@@ -45,7 +45,7 @@ from tilestream.core.structs import (
     Work,
 )
 from tilestream.kernels.device.groups import count_rows, find_longest, find_rows, k_of_group, row_tiles
-from tilestream.kernels.device.items import finish_worker, next_item, with_steps
+from tilestream.kernels.device.items import next_item, with_steps
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, cdiv
 from tilestream.kernels.device.trace import end_span
@@ -55,6 +55,7 @@ from tilestream.kernels.hopper.epilogue import BEYOND, await_prefetch, prefetch_
 from tilestream.kernels.hopper.gemm import (
     await_turn,
     begin,
+    finish,
     hand_on,
     is_mine,
     make_stages,
@@ -65,7 +66,7 @@ from tilestream.kernels.hopper.gemm import (
 from tilestream.kernels.hopper.load import Source, load_steps
 from tilestream.kernels.hopper.multiply import product
 from tilestream.kernels.hopper.publish import publish_source
-from tilestream.kernels.hopper.queues import EARLY, await_ticket, pick_victim_of_warp
+from tilestream.kernels.hopper.queues import EARLY, await_ticket, pick_victim_of_slim_warp, pick_victim_of_warp
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, step
 
 # Fields of an item's slot, behind the plain kernel's: the first row of the group, and the one behind its last; where
@@ -161,9 +162,10 @@ def load_loop(loads, ring, items, work, words, groups, table, valid, C: gl.const
     stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
     passed, ready = progress.passed, progress.ready
     ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
+    PICK: gl.constexpr = pick_victim_of_slim_warp if C.SLIM else pick_victim_of_warp
     while found != 0:
         found, item, progress = next_item(
-            Progress(cursor, ready, passed), work, words, None, watch, C, ADD, pick_victim_of_warp
+            Progress(cursor, ready, passed), work, words, None, watch, C, ADD, PICK
         )  # fmt: skip
         cursor, ready, passed = progress
         span = Span(zero, zero, zero)
@@ -178,7 +180,7 @@ def load_loop(loads, ring, items, work, words, groups, table, valid, C: gl.const
                 stage = load_group_steps(item, span, loads, ring, stage, item.k_begin, k_begin, C)
                 cursor = prefetch_next(cursor, work, words, watch)
             stage = load_group_steps(item, span, loads, ring, stage, k_begin, item.k_end, C)
-    finish_worker(passed, work, words, None, watch, C)
+    finish(passed, work, words, None, watch, C)
 
 
 @gluon.jit

@@ -11,12 +11,27 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.device.queues import AT_ONCE, pick_victim_simd
-from tilestream.kernels.device.schedule import LINE
+from tilestream.kernels.device.queues import part_sizes
+from tilestream.kernels.device.schedule import (
+    LINE,
+    PEEKED,
+    RECORD,
+    count_out,
+    home_queue,
+    left,
+    queue_size,
+    rank,
+    ranked,
+)
 
 #: The number of K steps (key blocks in attention, which take longer) that are loaded between the request of a ticket
 #: and its use. An add takes about a microsecond.
 EARLY: gl.constexpr = gl.constexpr(4)
+#: Threads of the load warp, and how many counters each reads at once: those of 132 queues take one wait. A load warp of
+#: 24 registers has them for 2.
+LANES: gl.constexpr = gl.constexpr(32)
+READS: gl.constexpr = gl.constexpr(5)
+FEW_READS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
@@ -53,7 +68,89 @@ def await_ticket(words, queue, asked):
 
 
 @gluon.jit
+def read_queues(
+    work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr, READS: gl.constexpr
+):  # fmt: skip
+    """The highest rank of a queue but the worker's own, with a wait for each ``READS`` counters of a thread.
+
+    Only the lower 32 bits are read, since a load warp has few registers. They tell wrongly only of a counter that is
+    2**31 or more below ``base``. A queue that then seems empty is emptied by its own worker; one that seems to have
+    tickets is asked for one, by all 64 bits.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [LANES], [1], [0])
+    lane = gl.arange(0, LANES, LAYOUT)
+    home = home_queue(watch.worker, work.queues)
+    base = words.base.to(gl.int32)
+    low = words.counters.to(gl.pointer_type(gl.int32))
+    best = lane * 0
+    for first in range(0, work.queues, LANES * READS):
+        counts = ()
+        for i in gl.static_range(READS):
+            queue = first + i * LANES + lane
+            seen = (queue < work.queues) & (queue != home)
+            counts = counts + (gl.load(low + queue * (2 * LINE), mask=seen, other=0, volatile=True),)
+        for i in gl.static_range(READS):
+            queue = first + i * LANES + lane
+            seen = (queue < work.queues) & (queue != home)
+            taken = gl.maximum(counts[i] - base, 0)
+            rest = left(queue_size(queue, work, tickets, SPLIT, part_sizes), taken)
+            best = gl.maximum(best, gl.where(seen, rank(rest, queue, home), 0))
+            if PROBE:
+                place = noted + queue - (queue > home)
+                at = words.log + (watch.worker.to(gl.int64) * words.capacity + place) * RECORD
+                noting = seen & (place < words.capacity)
+                gl.store(at, queue * 0 + PEEKED, mask=noting)
+                gl.store(at + 1, queue, mask=noting)
+                gl.store(at + 2, taken, mask=noting)
+    return gl.max(best, 0)
+
+
+@gluon.jit
+def pick_victim(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr, READS: gl.constexpr):
+    """`tilestream.kernels.device.queues.pick_victim_simd` for one warp, by `read_queues`."""
+    best = read_queues(work, words, watch, tickets, noted, SPLIT, PROBE, READS)
+    if PROBE:
+        noted = noted + work.queues - 1
+    victim, some = ranked(best, home_queue(watch.worker, work.queues))
+    if some != 0:
+        gl.atomic_max(words.counters + victim * LINE, words.base, sem="relaxed")
+    return best, noted
+
+
+@gluon.jit
 def pick_victim_of_warp(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
-    """`tilestream.kernels.device.queues.pick_victim_simd` for one warp."""
-    lane = gl.arange(0, AT_ONCE, gl.BlockedLayout([1], [32], [1], [0]))
-    return pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT, PROBE)
+    """`pick_victim` of a load warp that has registers for `READS` counters of a thread."""
+    return pick_victim(work, words, watch, tickets, noted, SPLIT, PROBE, READS)
+
+
+@gluon.jit
+def pick_victim_of_slim_warp(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
+    """`pick_victim` of a load warp that has fewer."""
+    return pick_victim(work, words, watch, tickets, noted, SPLIT, PROBE, FEW_READS)
+
+
+@gluon.jit
+def prefetch_leaving(work, words):
+    """Fetch the word that workers count themselves out with into L2, in a captured launch: at its end all add to it."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred leaves;
+        setp.ne.s32 leaves, $2, 0;
+        @leaves prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [(words.counters + work.queues * LINE).to(gl.int64), words.reset.to(gl.int32)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def leave_as_warp(work, words, watch):
+    """`tilestream.kernels.device.schedule.leave` for one warp, whose threads restore a word each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [LANES], [1], [0])
+    if words.reset != 0:
+        if count_out(work, words, 0, watch.workers):
+            lane = gl.arange(0, LANES, LAYOUT)
+            for first in range(0, work.queues + 1, LANES):
+                word = first + lane
+                gl.store(words.counters + word * LINE, gl.zeros_like(word).to(gl.int64), mask=word <= work.queues)
