@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from jobs import random
 
+import tilestream as ts
 from rank_checks import hear, raised, told
 from streaming import threads_at_work
 from tilestream import distributed as tsd
@@ -226,3 +227,37 @@ def stops(rank, world, folder, deadline, op="gather"):
             time.sleep(0.002)
         os.kill(pid, signal.SIGCONT)
     return first, raised(lambda: tsd.all_gather_matmul(a, b, deadline=600)), waited
+
+
+def reads_what_is_not_filled(rank, world):
+    """What each op says of a tensor that `ts.stream_in` is filling, eager and compiled. The group stays usable."""
+    go, group, rows = threading.Event(), dist.group.WORLD, random(rank, 4 * world, 8)
+
+    def blocks():
+        yield rows[:2]
+        assert go.wait(600)
+        yield rows[2:]
+
+    b, w = random(7, 8, 8), random(8, 2, 8, 8)
+    chosen = torch.ones(4 * world, 1), torch.zeros(4 * world, 1, dtype=torch.int64)
+    calls = {
+        "gather": lambda x: tsd.all_gather_matmul(x, [b, b], group=group)[0],
+        "gather of b": lambda x: tsd.all_gather_matmul(b, [b, x[:8, :8]], group=group)[0],
+        "scatter": lambda x: tsd.matmul_reduce_scatter(x, b, group=group),
+        "reduce": lambda x: tsd.matmul_all_reduce(x, b, group=group),
+        "moe": lambda x: tsd.moe(x, chosen, w, w, w, group),
+        "torch's gather": lambda x: torch.ops.symm_mem.fused_all_gather_matmul(x, [b], 0, group.group_name)[1][0],
+        "torch's scatter": lambda x: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, b, "sum", 1, group.group_name),
+    }
+    said = []
+    with ts.stream_in(blocks(), shape=(4 * world, 8), dtype=torch.float32, rows_per_chunk=2) as x, tsd.async_tp(group):
+        for name, call in calls.items():
+            said.append((name, raised(lambda: call(x.tensor))))  # noqa: B023  # called at once
+            if not name.startswith("torch"):
+                compiled = torch.compile(call, backend="eager")
+                said.append((name, raised(lambda: compiled(x.tensor))))  # noqa: B023
+        go.set()
+        x.wait()
+        for name, call in calls.items():
+            assert torch.equal(call(x.tensor), call(rows)), name
+    return said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import faults
 import jobs
 import pytest
@@ -84,6 +86,18 @@ def test_a_rank_makes_another_call_while_another_dies(ranks):
     for first, second in others:
         assert first.startswith(("ValueError", "GroupBroken")), first
         assert second.startswith("GroupBroken"), second
+
+
+def test_a_tensor_that_a_stream_fills_is_refused_before_anything_is_sent(ranks):
+    wanted = {
+        "gather": "all_gather_matmul: a_shard", "gather of b": r"all_gather_matmul: b\[1\]",
+        "scatter": "matmul_reduce_scatter: a", "reduce": "matmul_all_reduce: a", "moe": "moe: x",
+        "torch's gather": "all_gather_matmul: a_shard", "torch's scatter": "fused_matmul_reduce_scatter: a",
+    }  # fmt: skip
+    for said in ranks.run(2, faults.reads_what_is_not_filled):
+        assert len(said) == 12
+        for name, text in said:
+            assert re.match(f"ValueError: {wanted[name]} is a tensor that ts.stream_in has not filled yet", text), text
 
 
 def test_plans_explain_themselves(ranks):

@@ -276,3 +276,138 @@ class TestOpen:
                 assert ts.matmul(torch.ones(3, K), torch.ones(K, 2)).shape == (3, 2)
             source[2].set()
             assert not math.isnan(float(x.wait().sum()))
+
+
+TRACED = {
+    "matmul": (lambda x: ts.matmul(x, B), "gemm: a"),
+    "matmul with a bias": (lambda x: ts.matmul(x, B, bias=BIAS, activation="relu"), "gemm: a"),
+    "matmul with scales": (lambda x: ts.matmul(torch.ones(ROWS, K), B, scale_a=x[:, 0]), "gemm: scale_a"),
+    "right": (lambda x: ts.mm(torch.ones(2, ROWS), x), "gemm: b"),
+    "residual": (lambda x: ts.matmul(torch.ones(ROWS, 2), torch.ones(2, K), residual=x), "gemm: residual"),
+    "linear": (lambda x: ts.linear(x, WEIGHT, BIAS), "gemm: a"),
+    "weight": (lambda x: ts.linear(torch.ones(2, K), x), "gemm: b"),
+    "attention": (lambda x: ts.attention(QUERIES, x.view(1, ROWS, 1, K), KEYS), "attention: k"),
+    "attention of a window": (
+        lambda x: ts.attention(x.view(1, ROWS, 1, K), KEYS, KEYS, window=(2, 2)), "attention: q"
+    ),
+    "grouped": (lambda x: ts.grouped_mm(x, B.expand(2, K, N), OFFSETS), "grouped_gemm: a"),
+    "grouped weights": (
+        lambda x: ts.grouped_mm(torch.ones(4, ROWS // 2), x.view(2, ROWS // 2, K), OFFSETS), "grouped_gemm: b"
+    ),
+    "by source": (lambda x: ts.grouped_mm(x, B.expand(2, K, N), counts=COUNTS), "grouped_mm: a"),
+}  # fmt: skip
+OFFSETS = torch.tensor([2, 4], dtype=torch.int32)
+COUNTS = torch.full((3, 2), 2, dtype=torch.int32)
+
+
+class TestTraced:
+    """Calls that are checked when they run, by the registered op."""
+
+    @pytest.mark.parametrize(
+        ("backend", "call"),
+        [*itertools.product(["eager"], TRACED), *itertools.product(["aot_eager"], ["matmul", "attention", "grouped"])],
+    )
+    def test_a_compiled_call_of_what_is_not_filled_is_refused(self, source, call, backend):
+        run, what = TRACED[call]
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
+        with streaming(source) as x:
+            for _ in range(2):
+                with pytest.raises(
+                    ValueError,
+                    match=f"^{what} is a tensor that ts.stream_in has not filled yet, and the call does not wait",
+                ):
+                    compiled(x.tensor)
+            source[2].set()
+            x.wait()
+            torch.testing.assert_close(compiled(x.tensor), run(source[1]))
+
+    def test_so_are_the_views_that_a_graph_makes(self, source):
+        compiled = torch.compile(lambda x: ts.matmul(x[4:].mT, B[:, :1].expand(8, 2)), backend="aot_eager")
+        with streaming(source) as x:
+            with pytest.raises(ValueError, match="gemm: a is a tensor"):
+                compiled(x.tensor)
+            source[2].set()
+
+    def test_so_is_what_a_graph_writes_to(self, source):
+        out = ts.matmul(torch.ones(ROWS, 2), torch.ones(2, K))  # loads the ops
+        op = torch.ops.tilestream.gemm_out.default
+        with streaming(source) as x:
+            operands = torch.ones(ROWS, 2), torch.ones(2, K), None, None, 1.0, 1.0, "none", None, "auto", 0
+            with pytest.raises(ValueError, match="gemm: out is a tensor"):
+                op(*operands, x.tensor)
+            op(*operands, out)
+            source[2].set()
+
+    @pytest.mark.parametrize("call", [call for call in TRACED if call != "by source"])  # that has no derivative
+    def test_a_transform_does_not_hide_it(self, source, call):
+        run, _ = TRACED[call]
+        with streaming(source) as x:
+            for level in (torch.func.vmap, lambda f: torch.func.vmap(torch.func.vmap(f))):
+                with pytest.raises(ValueError, match="has not filled yet"):
+                    level(run)(x.tensor.expand(2, 2, ROWS, K) if level is not torch.func.vmap else x.tensor[None])
+            with pytest.raises(ValueError, match="has not filled yet"):
+                torch.func.grad(lambda y: run(y).sum())(x.tensor)
+            source[2].set()
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_what_waits_is_not_refused(self, source, backend):
+        keys = torch.randn(1, ROWS, 1, K)
+        of = {
+            "linear": lambda x, y: ts.linear(x, y),
+            "attention": lambda x, y: ts.attention(keys, x.tensor[None, :, None], keys, arrival=x.arrival),
+        }
+        for call in of.values():
+            compiled, (left, right) = torch.compile(call, backend=backend), (torch.randn(ROWS, K), torch.randn(N, K))
+            with ts.stream_in(left, rows_per_chunk=4) as x, ts.stream_in(right, rows_per_chunk=2) as y:
+                made = compiled(x, y)
+            torch.testing.assert_close(made, call(x, y))
+
+    def test_a_graph_of_the_other_operands_is_not_refused(self, source):
+        compiled = torch.compile(lambda x: ts.matmul(x, B), backend="eager")
+        with streaming(source):
+            torch.testing.assert_close(compiled(torch.ones(ROWS, K)), torch.ones(ROWS, K) @ B)
+            source[2].set()
+
+    def test_the_gradient_of_a_launch_that_waited(self, source):
+        weight = B.clone().requires_grad_()
+        with streaming(source) as x:
+            threading.Timer(0.02, source[2].set).start()
+            made = ts.matmul(x, weight, activation="silu")
+            x.arrival.advance()  # rows are missing, as behind a launch that has given up
+            made.sum().backward()
+        assert weight.grad.shape == (K, N)
+
+    def test_experts_without_rows_are_not_missed(self):
+        x, experts = torch.randn(4, K, requires_grad=True), torch.randn(3, K, N)
+        offsets = torch.tensor([2, 2, 4], dtype=torch.int32)
+        with ts.stream_experts(experts, offsets) as b:
+            made = ts.grouped_mm(x, b, offsets)
+            made.sum().backward()
+            op = torch.ops.tilestream.grouped_gemm.default
+            with torch.no_grad():
+                again = op(x, b.tensor, offsets, None, "none", None, "auto", 0, False)
+                torch.testing.assert_close(again, made)
+                b.arrival.advance()
+                b._open()
+                with pytest.raises(ValueError, match="grouped_gemm: b is a tensor"):
+                    op(x, b.tensor, offsets, None, "none", None, "auto", 0, False)
+                b.arrival.signal(0)
+                b.arrival.signal(2)
+                op(x, b.tensor, offsets, None, "none", None, "auto", 0, False)
+                with pytest.raises(ValueError, match="grouped_mm: b is a tensor"):
+                    ts.grouped_mm(x, b.tensor, offsets)
+        assert not x.grad.isnan().any()
+
+
+@pytest.mark.parametrize(("name", "whose"), [("a", "arrival"), ("b", "weight_arrival"), ("bias", "bias does not")])
+def test_a_given_plan_is_not_run_with_what_is_not_filled(source, name, whose):
+    plan = ts.plan(ROWS, K, K, dtype="float32", device="cpu")
+    operands = {"a": torch.ones(ROWS, K), "b": torch.ones(K, K), "bias": torch.ones(K)}
+    with streaming(source) as x:
+        filling = {"a": x.tensor, "b": x.tensor[:K], "bias": x.tensor[0]}[name]
+        for run in (plan.run, torch.compile(plan.run, backend="eager")):
+            with pytest.raises(ValueError, match=rf"^plan\.run: {name} is a tensor that .* not filled yet.*{whose}"):
+                run(**{**operands, name: filling})
+        source[2].set()
+        x.wait()
+        assert plan.run(**{**operands, name: filling}).shape == (ROWS, K)

@@ -172,6 +172,22 @@ class Stream:
             self._shut()
         return filled
 
+    @property
+    def is_filled_for_op(self) -> bool:
+        """`is_filled_here` for a registered op, which may be a derivative of the launch that read the experts.
+
+        That launch has waited for the experts that have rows; those without do not come.
+        """
+        if self.is_filled_here:
+            return True
+        if not self.of_experts:
+            return False
+        signals = self.arrival._signals
+        if isinstance(self._landing, DeviceLanding):
+            return cast("DeviceSignals", signals).awaited_here
+        left_out = () if self._filling is None else self._filling.left_out
+        return all(there or chunk in left_out for chunk, there in enumerate(signals.state()))
+
     def _joined(self, timeout: float | None) -> bool:
         """Wait at most ``timeout`` seconds for the filling to end; whether it has."""
         if self._filling is not None:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
+from tilestream.arrival.stream import open_streams
 from tilestream.distributed import all_gather, all_reduce, reduce_scatter
 from tilestream.distributed.dispatch import Form
 from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of
@@ -28,6 +30,7 @@ from tilestream.distributed.request import (
     Tensors,
     check_request,
     given_request,
+    refuse_unfilled,
 )
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import untracked
@@ -102,6 +105,8 @@ def all_gather_matmul(
     GroupBroken
         If a peer was lost, or a rank has given up waiting: by every later call with the group, on all its ranks.
     """
+    if not is_compiling() and open_streams:
+        refuse_unfilled(GATHER, a_shard=a_shard, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
     given: dict[str, Any] = {
         "dim": gather_dim, "bias": bias, "activation": activation, "scale_a": scale_a, "scale_b": scale_b,
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
@@ -189,6 +194,8 @@ def matmul_reduce_scatter(
     ValueError, TypeError, ArrivalTimeout, GroupBroken
         See `all_gather_matmul`.
     """
+    if not is_compiling() and open_streams:
+        refuse_unfilled(REDUCE_SCATTER, a=a, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
     given: dict[str, Any] = {
         "dim": scatter_dim, "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
@@ -278,6 +285,8 @@ def matmul_all_reduce(
     ValueError, TypeError, ArrivalTimeout, GroupBroken
         See `all_gather_matmul`.
     """
+    if not is_compiling() and open_streams:
+        refuse_unfilled(ALL_REDUCE, a=a, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
     given: dict[str, Any] = {
         "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": out_dtype,
         "fast_accum": use_fast_accum, "form": form, "deadline": deadline,

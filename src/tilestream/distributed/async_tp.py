@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from tilestream.arrival.stream import open_streams
 from tilestream.core.forks import free_in_child
 from tilestream.distributed import async_input
 from tilestream.distributed.api import (
@@ -31,7 +32,7 @@ from tilestream.distributed.counting import counting
 from tilestream.distributed.dispatch import Form
 from tilestream.distributed.group_state import resolve, state_of
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.request import ReduceOp
+from tilestream.distributed.request import ReduceOp, refuse_unfilled
 from tilestream.distributed.unfused_report import UnfusedCollective, UnfusedPass
 from tilestream.runtime.streams import is_capturing
 
@@ -385,6 +386,8 @@ def _scatter_rows(
         return rows.new_empty(shape, dtype=options.get("out_dtype"))
     if dim % rows.dim() == rows.dim() - 1:
         handle._count(op, rows, [b], dim, _COLUMNS)
+        if open_streams:
+            refuse_unfilled(op, a=rows, b=b)
         columns: torch.Tensor = _torch_implementation(op, fused=False)(*given)
         return columns
     handle._count(op, rows, [b], dim, lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=dim, group=group))

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilestream.arrival.stream import open_streams
 from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
 from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.group_state import Group, GroupState, known_state, states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.repeats import PlainCall, plain_call
-from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
+from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request, refuse_unfilled
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.gradients import through_activation
 from tilestream.ops.library import _alone, gemm_op, library, result_dtype
@@ -89,6 +90,8 @@ def _all_gather_matmul(
     scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool,
     form: Form, deadline: float, worker_limit: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    if open_streams:
+        refuse_unfilled(GATHER, a_shard=a_shard, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
     request = Request(
         GATHER, a_shard, b, [x if x.numel() else None for x in bias], activation, scale_a, scale_b, gather_dim, "sum",
         out_dtype, fast_accum, return_a, form, _deadline(deadline),
@@ -108,6 +111,8 @@ def _sum_request(
     scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
     form: Form, deadline: float,
 ) -> Request:  # fmt: skip
+    if open_streams:
+        refuse_unfilled(op, a=a, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
     return Request(
         op, a, [b], [bias], ["none"], scale_a, [scale_b], dim, reduce_op, out_dtype, fast_accum, form=form,
         deadline=_deadline(deadline),

@@ -197,6 +197,11 @@ def _chosen(x: torch.Tensor, router: Router) -> Chosen:
     return chosen[0], chosen[1]
 
 
+def _named(*tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a call by the names that messages give them."""
+    return dict(zip(("x", "w1", "w2", "w3", "router's weights", "router's experts"), tensors, strict=True))
+
+
 def _checked(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
     w3: torch.Tensor, activation: str | None, form: str,
@@ -208,7 +213,7 @@ def _checked(
     ValueError, TypeError, NotImplementedError
         If an argument is wrong by itself, or does not fit the others.
     """
-    tensors = {"x": x, "w1": w1, "w2": w2, "w3": w3, "router's weights": weights, "router's experts": experts}
+    tensors = _named(x, w1, w2, w3, weights, experts)
     for name, tensor in tensors.items():
         if is_dtensor(tensor):
             raise TypeError(f"{_OP}: {name} is a DTensor; each rank gives its own part: pass {name}.to_local()")
@@ -335,6 +340,8 @@ def _forward(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor,
     activation: str, *how: Any,
 ) -> torch.Tensor:  # fmt: skip
+    if open_streams:
+        streamed.refuse(_OP, **_named(x, w1, w2, w3, weights, experts))
     e, top_k, width = Experts(w1, w2, w3, activation), experts.shape[1], x.shape[1]
     if (result := _pushed(x, weights, experts, e, how)) is not None:
         return result

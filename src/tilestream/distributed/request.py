@@ -20,7 +20,7 @@ from tilestream.arrival.flat import check_deadline
 from tilestream.core.errors import kind_of
 from tilestream.distributed.dispatch import FORMS, Form, Op, on_trial
 from tilestream.distributed.group_state import GroupState
-from tilestream.ops import native
+from tilestream.ops import native, streamed
 from tilestream.ops import request as matmul
 from tilestream.ops.checks import autocast, refuse_tangents
 from tilestream.ops.inline import PLAIN, unseen
@@ -231,6 +231,16 @@ def given_request(
         op, a, bs, biases, names, scale_a, scales_b, dim % a.dim(), reduce_op, out_dtype, fast_accum, return_a,
         cast("Form", form), deadline,
     )  # fmt: skip
+
+
+def refuse_unfilled(op: str, **given: object) -> None:
+    """Raise if a tensor of a call, or of a list of them, is one that a stream has not filled yet.
+
+    Call it only if a stream is open. Other ranks may have sent already, as if any argument of this rank's were wrong.
+    """
+    for name, x in given.items():
+        each = {f"{name}[{i}]": one for i, one in enumerate(x)} if isinstance(x, list | tuple) else {name: x}
+        streamed.refuse(op, **each)
 
 
 def check_request(

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
+from tilestream.arrival.stream import open_streams
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.launch.observe import observation
-from tilestream.ops import attention_gpu, native
+from tilestream.ops import attention_gpu, native, streamed
 from tilestream.ops.attention_backward import gradients, second, tangents
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, check_shapes
@@ -175,6 +176,9 @@ def _define(name: str) -> None:
         return made
 
     def real(*args: Any) -> Pair | None:
+        if open_streams:
+            operands = (*args[: len(_INPUTS)], *(args[end : end + 2] if into else ()))
+            streamed.refuse_unfilled("attention", (*_INPUTS, "out", "lse"), operands, ("k", "v") if arriving else ())
         worker_limit = args[end] if len(args) > end else 0
         by_graph = not into and not arriving and observation() is None  # calls of public ops are observed
         if not by_graph or not args[0].is_cuda or worker_limit not in (0, limits.limit()):
@@ -190,6 +194,9 @@ def _define(name: str) -> None:
     def forward(
         q: Any, k: Any, v: Any, causal: bool, alignment: str, scale: float, layout: str, return_lse: bool
     ) -> Pair | None:  # fmt: skip
+        if open_streams:
+            streamed.refuse_unfilled("attention", _INPUTS, (q, k, v))
+
         def by_python() -> Pair | None:
             return run(q, k, v, *_OTHERS, *_settings(causal, alignment, scale, layout, return_lse))
 

@@ -14,6 +14,7 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
 from tilestream.arrival.signals import Outcome, Signals
+from tilestream.arrival.stream import open_streams
 from tilestream.core.chunks import Incoming
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout, kind_of
 from tilestream.core.gate import Needs
@@ -23,7 +24,7 @@ from tilestream.kernels.cpu.gemm import GemmBody, InlineBody, whole
 from tilestream.launch.cpu.launch import Body, CpuLaunch
 from tilestream.launch.cpu.publish import Publisher
 from tilestream.launch.observe import observation
-from tilestream.ops import gpu
+from tilestream.ops import gpu, streamed
 from tilestream.ops.checks import as_number, check_strided, check_written, refuse_tangents
 from tilestream.ops.operands import epilogue_of, problem_of, refuse_overlap
 from tilestream.ops.scales import canonical_scales
@@ -179,6 +180,10 @@ def run_plan(
             raise TypeError(f"{name} is {kind_of(given)}; it must be a torch.Tensor")
         if given is not None:
             check_strided(op, name, given, "tensors are dense")
+    if open_streams:
+        streamed.operand(op, "a", a, "arrival", arrival)
+        streamed.operand(op, "b", b, "weight_arrival", weight_arrival)
+        streamed.refuse(op, **optional)
     for name, factor in (("alpha", alpha), ("beta", beta)):
         if as_number(factor) is None:
             raise TypeError(f"{op}: {name}={factor!r}; it must be a number")

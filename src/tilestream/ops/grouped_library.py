@@ -17,6 +17,7 @@ import torch
 
 from tilestream.arrival.flat import Awaited, FlatArrival, check_deadline
 from tilestream.arrival.signals import Outcome
+from tilestream.arrival.stream import open_streams
 from tilestream.core.dtypes import dtype_name
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.groups import Along, by_load
@@ -24,7 +25,7 @@ from tilestream.core.operands import HALVES, SCALE_BLOCK, Epilogue, GemmOperands
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.kernels.cpu.gemm import multiply
 from tilestream.launch.cache import launch_cache, signature
-from tilestream.ops import execute, gpu
+from tilestream.ops import execute, gpu, streamed
 from tilestream.ops.checks import check_pair, check_written, refuse_given, refuse_gradients
 from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import Derivative, below_autograd, derivative, save, through_activation
@@ -52,6 +53,8 @@ _SCHEMA = (
     "int workers{more}, Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0) -> "
 )
 _NUM_COMMON, _DEFAULTS = 8, (None, None, True, 0)
+#: The tensors of an op, by name.
+_OPERANDS = "a", "b", "offsets", "bias", "out", "scale_a", "scale_b"
 _OF_ROWS = "it is of groups of rows, a [M, K] and b [G, K, N]"
 #: Columns of ones that add up a group's rows, for the gradient of a bias: the fewest that are read in vectors.
 _ONES = 16
@@ -156,6 +159,9 @@ def _run(
     out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...], late: tuple[Sequence[int], float] | None = None
 ) -> None:
     """Run an op. ``late``: how b's matrices arrive, one a chunk, and the deadline."""
+    if open_streams:
+        operands = (*args[:4], out, *optional)
+        streamed.refuse_unfilled("grouped_gemm", _OPERANDS, operands, () if late is None else ("b",))
     x, how = _canonical(out, args, optional)
     awaited = None
     if late is not None:
@@ -498,6 +504,16 @@ class _Grouped(Derivative):
 
 class _Arriving(_Grouped):
     """NaN where a matrix of b has not come by then."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with streamed.derivative_of_awaited():
+            return _Grouped.backward(ctx, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
+        with streamed.derivative_of_awaited():
+            return _Grouped.jvp(ctx, *tangents)
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:

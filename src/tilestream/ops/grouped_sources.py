@@ -19,6 +19,7 @@ import torch
 
 from tilestream.arrival.flat import Awaited, FlatArrival, check_deadline
 from tilestream.arrival.signals import Outcome, Signals
+from tilestream.arrival.stream import open_streams
 from tilestream.core import sources
 from tilestream.core.device import DeviceProperties
 from tilestream.core.errors import ArrivalTimeout, source_name
@@ -26,7 +27,7 @@ from tilestream.core.operands import HALVES, Epilogue, GemmOperands, GroupedOper
 from tilestream.core.sources import Place, SourcePlaces, SourceTile
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments
-from tilestream.ops import gpu
+from tilestream.ops import gpu, streamed
 from tilestream.ops.checks import check_pair, check_written
 from tilestream.ops.grouped_library import dequantized, halves, make, of_group, product
 from tilestream.ops.library import register, result_dtype
@@ -46,6 +47,8 @@ _SCHEMA = (
     "int worker_limit=0) -> "
 )
 _NUM_COMMON, _DEFAULTS = 14, (None, None, True, 0)
+#: The tensors of an op, by name.
+_OPERANDS = "a", "b", "counts", "bias", "out", "scale_a", "scale_b"
 
 
 def _fake(*args: Any) -> torch.Tensor:
@@ -113,6 +116,9 @@ def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProper
 def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
     (x, how), (pivot, arrival, signals, deadline, publish, published) = _canonical(out, args, optional), args[8:]
     rows, publishes = FlatArrival.from_ints(arrival, signals), FlatArrival.from_ints(publish, published)
+    if open_streams:
+        operands = (*args[:4], out, *optional)
+        streamed.refuse_unfilled(_OP, _OPERANDS, operands, () if rows is None else ("a", "counts"))
     awaited = Awaited.of(rows, None, check_deadline(deadline), _OP, out.device)
     words = None if publishes is None else publishes.signals(_OP, out.device)
     if out.is_cuda:

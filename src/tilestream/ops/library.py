@@ -14,6 +14,7 @@ The ops are defined by ``torch.library.Library``: the ``custom_op`` decorator co
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
+from tilestream.arrival.stream import open_streams
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.observe import observation
-from tilestream.ops import execute, gpu, native
+from tilestream.ops import execute, gpu, native, streamed
 from tilestream.ops.checks import check_pair, check_written, refuse_given, refuse_gradients
 from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import (
@@ -74,6 +76,8 @@ _LATE = {
 _OPTIONAL = ", Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0"
 _DEFAULTS: tuple[Any, ...] = (None, None, True, 0)
 _NUM_COMMON = 10
+#: The tensors of an op, by name.
+_OPERANDS = "a", "b", "bias", "residual", "out", "scale_a", "scale_b"
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -192,6 +196,15 @@ def _define(kind: str, into: bool) -> None:
     """Register an op of a kind of `_LATE`. ``into``: it writes into its argument ``out``."""
     end = _NUM_COMMON + _LATE[kind].count(",")
 
+    def refuse(args: tuple[Any, ...]) -> None:
+        """Raise if the call reads, or writes, what a stream has not filled yet."""
+        operands = (*args[:4], args[end] if into else None, *args[end + into :])
+        arriving: tuple[str, ...] = ()
+        if kind == "_arriving":
+            _, rows, _, columns, *_ = args[_NUM_COMMON:end]
+            arriving = ("a",) * bool(rows) + ("b",) * bool(columns)
+        streamed.refuse_unfilled("gemm", _OPERANDS, operands, arriving)
+
     def run(*args: Any) -> torch.Tensor:
         made = fake(*args)
         out: torch.Tensor = args[end] if made is None else made
@@ -203,6 +216,8 @@ def _define(kind: str, into: bool) -> None:
         return out
 
     def real(*args: Any) -> torch.Tensor | None:
+        if open_streams:
+            refuse(args)
         if kind or not args[0].is_cuda or observation() is not None:
             made = run(*args)
         else:
@@ -228,6 +243,8 @@ def _define(kind: str, into: bool) -> None:
         return None
 
     def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+        if open_streams:
+            streamed.refuse_unfilled("gemm", _OPERANDS, (a, b, bias))
         if a.is_cuda and observation() is None:
             asked = None if activation == "none" else activation
             made = native.product("gemm", a, b, None, bias, activation=asked)
@@ -267,6 +284,7 @@ clear_signals_op = torch.ops.tilestream.clear_signals.default
 
 def _differentiate(op: Any) -> None:
     """Register the derivative of an op that makes its output. Gradients of rows that have not arrived are NaN."""
+    derivatives = streamed.derivative_of_awaited if op is gemm_arriving_op else contextlib.nullcontext
 
     class Gemm(Derivative):
         @staticmethod
@@ -285,13 +303,15 @@ def _differentiate(op: Any) -> None:
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             grad = grad if grad is None or ctx.awaited is None else ctx.awaited.void_if_late(grad)
-            found = () if grad is None else product_gradients(ctx, grad, gemm_op)
+            with derivatives():
+                found = () if grad is None else product_gradients(ctx, grad, gemm_op)
             return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
             refuse_given("gemm", *tangents[4:])
-            found = product_tangent(ctx, tangents, gemm_op)
+            with derivatives():
+                found = product_tangent(ctx, tangents, gemm_op)
             return found if ctx.awaited is None else ctx.awaited.void_if_late(found)
 
     derivative(library, op, Gemm, _in_graphs if op is gemm_op else None)
