@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
@@ -14,6 +16,8 @@ from distributed_jobs import BF16, Worst, error_of_a_late_rank, finish, late_in_
 import tilestream as ts
 from rank_checks import raised
 from tilestream import distributed as tsd
+from tilestream.distributed import all_gather, all_reduce, reduce_scatter
+from tilestream.distributed.graph_calls import GraphQueue
 from tilestream.distributed.group_state import state_of
 from tilestream.distributed.request import Request
 
@@ -66,6 +70,34 @@ def captured(one: Op, count: int = 1, pool=None) -> tuple[torch.cuda.CUDAGraph, 
     return graph, outs
 
 
+@contextlib.contextmanager
+def fused_calls(at_least: int = 1) -> Iterator[None]:
+    """A block with so many calls between ranks, or more, that raises unless the device counts each, so it is fused.
+
+    A replay is no call. The calls' arguments are not kept, since they may be memory of a graph of torch's compiler.
+    """
+    counts: Counter[str] = Counter()
+
+    def counting(owner: object, name: str, what: str):
+        original = getattr(owner, name)
+
+        def run(*args, **how):
+            counts[what] += 1
+            return original(*args, **how)
+
+        return mock.patch.object(owner, name, run)
+
+    with contextlib.ExitStack() as stack:
+        for module in (all_gather, all_reduce, reduce_scatter):
+            stack.enter_context(counting(module, "run", "calls"))
+        stack.enter_context(counting(GraphQueue, "run", "fused"))
+        before = state_of("test", None).repeated
+        yield
+        repeated = state_of("test", None).repeated - before
+    assert at_least <= counts["calls"] == counts["fused"], counts
+    assert not repeated, f"{repeated} calls were repeated, which the host counts"
+
+
 def unprepared(rank, world):
     """A capture without a call before it is unfused and says so; behind a call it is not."""
     one = ops(rank, world)["gather"]
@@ -80,11 +112,20 @@ def unprepared(rank, world):
 
 
 def replays(rank, world, name, count, mixed):
-    """Replays of other data each, ranks late in turn; ``mixed``: eager calls between, on other ranks than replays."""
+    """Replays of other data each, ranks late in turn; ``mixed``: eager calls between, on other ranks than replays.
+
+    The error is infinite where a result has other bits than the first eager call of its data. This is compared on the
+    GPU, because a rank that waited for the answer would never be far ahead of its peers.
+    """
     one, worst = ops(rank, world)[name], Worst()
     graph, (static,) = captured(one)
     wholes = [random(100 + i, 128 * world, 256) for i in range(6)]
-    expected = [one.expected(whole) for whole in wholes]
+    expected, bits = [one.expected(whole) for whole in wholes], list[torch.Tensor]()
+    for whole, right in zip(wholes, expected, strict=True):
+        one.load(whole)
+        eager = one.call()
+        worst.add(eager, right)
+        bits.append(eager.view(torch.int16))
     for i in range(count):
         late_in_turn(i, rank)
         one.load(wholes[i % 6])
@@ -93,7 +134,7 @@ def replays(rank, world, name, count, mixed):
         else:
             graph.replay()
             out = static
-        worst.add(out, expected[i % 6])
+        worst.add(out, expected[i % 6], right=(out.view(torch.int16) == bits[i % 6]).all())
     return worst.get()
 
 
@@ -211,12 +252,13 @@ def compiled(rank, world, name):
     """As `replays`, of a function that torch compiles with CUDA graphs of its own."""
     one, worst = ops(rank, world)[name], Worst()
     step = torch.compile(lambda: one.call() * 2, mode="reduce-overhead", dynamic=False)
-    for i in range(12):
-        late_in_turn(i, rank)
-        whole = random(100 + i, 128 * world, 256)
-        one.load(whole)
-        torch.compiler.cudagraph_mark_step_begin()
-        worst.add(step(), 2 * one.expected(whole))
+    with fused_calls():
+        for i in range(12):
+            late_in_turn(i, rank)
+            whole = random(100 + i, 128 * world, 256)
+            one.load(whole)
+            torch.compiler.cudagraph_mark_step_begin()
+            worst.add(step(), 2 * one.expected(whole))
     return worst.get()
 
 
@@ -224,9 +266,10 @@ def compiled_and_captured(rank, world, name):
     """As `replays`, of a function that torch compiles without graphs, and that is captured: fused in one graph."""
     one, worst = ops(rank, world)[name], Worst()
     step = torch.compile(lambda: one.call() * 2, dynamic=False)
-    for _ in range(2):
-        step()
-    graph, (static,) = captured(one._replace(call=step))
+    with fused_calls(at_least=4):
+        for _ in range(2):
+            step()
+        graph, (static,) = captured(one._replace(call=step))
     for i in range(12):
         late_in_turn(i, rank)
         whole = random(100 + i, 128 * world, 256)
@@ -237,29 +280,42 @@ def compiled_and_captured(rank, world, name):
 
 
 def layers(rank, world):
-    """Two graphs of several ops each, of the default group and of another one, replayed by turns on two streams."""
+    """Two graphs of several ops each, of the default group and of another one; both are captured on two streams.
+
+    In a graph the calls are by turns on one stream and the other, which waits for the first. The graphs are replayed by
+    turns, each on a stream of its own, which waits for the other's: the user orders the replays of a rank.
+    """
     groups, made = [None, dist.new_group(list(range(world)))], []
-    for group in groups:
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for group, (first, second) in zip(groups, (streams, streams[::-1]), strict=True):
         each = ops(rank, world, group=group)
         for one in each.values():
             one.load(random(7, 128 * world, 256))
             one.call()
         finish()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [[one.call() for _ in range(2)] for one in each.values()]
-        made.append((graph, each, outs))
-    worst = Worst()
-    for i in range(20):
-        for graph, each, outs in made:
-            late_in_turn(i, rank)
-            whole = random(200 + i, 128 * world, 256)
+        graph, outs = torch.cuda.CUDAGraph(), list[list[torch.Tensor]]()
+        with fused_calls(at_least=2 * len(each)), torch.cuda.graph(graph, stream=first):
             for one in each.values():
-                one.load(whole)
-            graph.replay()
-            for one, both in zip(each.values(), outs, strict=True):
-                for out in both:
-                    worst.add(out, one.expected(whole))
+                out = one.call()
+                second.wait_stream(first)
+                with torch.cuda.stream(second):
+                    outs.append([out, one.call()])
+                first.wait_stream(second)
+        made.append((graph, each, outs, first, second))
+    worst = Worst()
+    finish()
+    for i in range(20):
+        for graph, each, outs, stream, other in made:
+            stream.wait_stream(other)
+            with torch.cuda.stream(stream):
+                late_in_turn(i, rank)
+                whole = random(200 + i, 128 * world, 256)
+                for one in each.values():
+                    one.load(whole)
+                graph.replay()
+                for one, both in zip(each.values(), outs, strict=True):
+                    for out in both:
+                        worst.add(out, one.expected(whole))
     return worst.get()
 
 

@@ -132,7 +132,7 @@ def test_a_compiled_function_that_is_captured(ranks, name):
     assert max(ranks.run(2, jobs.compiled_and_captured, name, bound=200, seconds=60)) < 8.0
 
 
-def test_graphs_of_several_calls_and_two_groups(ranks):
+def test_graphs_of_several_calls_on_two_streams_and_of_two_groups(ranks):
     assert max(ranks.run(2, jobs.layers, bound=200, seconds=60)) < 4.0
 
 
