@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.core.records import Data, records
@@ -41,26 +42,43 @@ def picture(data: Data) -> str:
     return f"streams_{data['folder']}.png"
 
 
-def host_to_device(data: Data) -> list[str]:
-    def of_by_hand(row: Data, clock: str, way: str) -> float:
-        return float(row[clock][way] / row[clock]["by hand"])
+#: The times of a row on its page; and those ways of ours that are compared: by the way, the peer's way.
+BY_HAND = ("copy", "multiply", "torch.mm", "by hand", "by hand, our chunks", "restarted", "streamed", "captured",
+           "by hand, captured")  # fmt: skip
+COMPARED = {"restarted": "by hand", "streamed": "by hand", "captured": "by hand, captured"}
+#: A goal: at most so many times the larger of copy and matmul, and so many milliseconds.
+OF_LARGER, LAUNCH_MS = 1.03, 0.06
 
-    rows = [
-        row | {
-            "count": row["chunks"][0], "kept": of_by_hand(row, "ms", "restarted"),
-            "new": of_by_hand(row, "ms", "streamed"), "kept_gpu": of_by_hand(row, "gpu_ms", "restarted"),
-        }
-        for row in data["rows"]
-    ]  # fmt: skip
+
+def host_to_device(data: Data) -> list[str]:
+    """Each way's time by both clocks; then ours beside the peer's, and beside the goal."""
     missing = f" Not measured: {', '.join(data['missing'])}." if data["missing"] else ""
-    in_graphs = all("captured" in row["ms"] for row in rows)  # older records have none
-    return [NOTES.of(data, "host_to_device", missing=missing, picture=picture(data)), columns(rows, {
-        "M x N x K": "{shape}", "chunks": "{count}",
-        **of("ms", ("copy", "multiply", "by hand", "by hand, our chunks", "restarted", "streamed"), ".2f", ", ms"),
-        "restarted / by hand": "{kept:.3f}", "streamed / by hand": "{new:.3f}",
-        "restarted / by hand, GPU's clock": "{kept_gpu:.3f}",
-        **({"restarted / by hand, both captured": "{of_by_hand[captured]:.3f}"} if in_graphs else {}),
-    })]  # fmt: skip
+    said = NOTES.of(data, "host_to_device", missing=missing, picture=picture(data))
+    times, ratios = [], []
+    for row in data["rows"]:
+        clocks = row["ms"], row["gpu_ms"]
+        goals = [OF_LARGER * max(ms["copy"], min(ms["multiply"], ms["torch.mm"])) + LAUNCH_MS for ms in clocks]
+        beside = [[ms[way] / ms[peer] for ms in clocks] for way, peer in COMPARED.items()]
+        over = [
+            [1e3 * (ms[way] - goal) for ms, goal in zip(clocks, goals, strict=True)] for way in COMPARED
+        ]  # fmt: skip
+        times.append([
+            row["shape"], str(row["chunks"][0]), *(_both((ms[way] for ms in clocks), ".2f") for way in BY_HAND)
+        ])  # fmt: skip
+        ratios.append([
+            row["shape"], *(_both(one, ".3f") for one in beside), _both(goals, ".2f"),
+            *(_both(one, "+.0f") for one in over),
+        ])  # fmt: skip
+    heads = [f"{way} / {peer}" for way, peer in COMPARED.items()]
+    return [
+        said, table(["M x N x K", "chunks", *(f"{way}, ms" for way in BY_HAND)], times),
+        table(["M x N x K", *heads, "the goal, ms", *(f"{way} - goal, us" for way in COMPARED)], ratios),
+    ]  # fmt: skip
+
+
+def _both(values: Iterable[float], form: str) -> str:
+    """A figure by the host's clock, and by the GPU's."""
+    return " : ".join(format(value, form) for value in values)
 
 
 def chunk_cost(data: Data) -> list[str]:
