@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilestream as ts
-from tilestream.distributed import dispatch, library, repeats, unfused
+from tilestream.distributed import all_gather_matmul, dispatch, library, repeats, unfused
 from tilestream.distributed.repeats import PlainCall, Repeat, plain_call
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import native
@@ -178,6 +178,25 @@ def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
     assert state.repeated == 2
 
 
+def test_a_public_gather_with_all_rows_is_another_call(state):
+    made = []
+
+    class Rows(Repeat):
+        def issue(self, call):
+            made.append(call)
+            return call.a, [call.a.sum()]
+
+    for return_a in (False, True):
+        options = None, True, "auto", return_a
+        Rows.of(plain(A, B, 0, None, *options), torch.device("cpu"))
+    first, second = (all_gather_matmul(A, B, return_a=return_a) for return_a in (False, True))
+    assert first == 0
+    assert second[0] is A
+    assert second[1] == 0
+    one, other = made
+    assert one.key != other.key
+
+
 GATHERED = ([B], 0, "group", [A.new_empty(0)], ["none"], None, [None], None, True, False, "auto", -1.0, 0)
 SUMMED = ("sum", "group", None, None, None, None, True, "auto", -1.0, 0)
 #: Of a registered op: its implementation, and its arguments behind A.
@@ -203,16 +222,28 @@ def usual(state, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("op", REGISTERED)
-def test_a_registered_op_repeats_as_a_plain_call_does(state, usual, op):
+class KnownGather(Repeat):
+    """Its calls give A where all rows are asked for, and the sum of A."""
+
+    def issue(self, call):
+        return call.a if call.key[-5] else None, [call.a.sum()]
+
+
+@pytest.mark.parametrize(("op", "return_a"), [*((op, False) for op in REGISTERED), ("all_gather_matmul", True)])
+def test_a_registered_op_repeats_as_a_plain_call_does(state, usual, op, return_a):
     """A compiled graph calls it again and again."""
     run, given = REGISTERED[op]
+    if return_a:
+        given = (*given[:9], True, *given[10:])
     run(A, *given)
     ((request, plain),) = usual
     assert (request.op, plain.key[0], plain.dim) == (op, op, 0)
-    Known.of(plain, torch.device("cpu"))
+    (KnownGather if op == "all_gather_matmul" else Known).of(plain, torch.device("cpu"))
     made = run(A, *given)
-    assert (made[1] if op == "all_gather_matmul" else made) == [0]
+    if op == "all_gather_matmul":
+        gathered, made = made
+        assert gathered.equal(A if return_a else A.new_empty(0))
+    assert made == [0]
     assert (len(usual), state.repeated) == (1, 1)
     with ts.worker_limit(3):
         limit = native_limit()
@@ -224,7 +255,7 @@ def test_a_registered_op_repeats_as_a_plain_call_does(state, usual, op):
     ("op", "at", "value"),
     [
         ("all_gather_matmul", 3, [A]), ("all_gather_matmul", 4, ["relu"]), ("all_gather_matmul", 5, A),
-        ("all_gather_matmul", 6, [A]), ("all_gather_matmul", 9, True), ("all_gather_matmul", 0, []),
+        ("all_gather_matmul", 6, [A]), ("all_gather_matmul", 0, []),
         ("matmul_reduce_scatter", 4, A), ("matmul_reduce_scatter", 5, A), ("matmul_all_reduce", 5, A),
     ],
 )  # fmt: skip
@@ -309,9 +340,13 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
     a, b = torch.randn(8, 4, dtype=torch.bfloat16), torch.randn(4, 2, dtype=torch.bfloat16)
     whole = torch.cat([a, 2 * a])
     call, device = plain(a, [b, b[:, :1]]), torch.device("cpu")
-    unfused.UnfusedGather.of(call, device, None, True)
-    for out, right in zip(call.repeated(), (b, b[:, :1]), strict=True):
-        torch.testing.assert_close(out, whole @ right)
+    for return_a in (False, True):
+        state.repeats.clear()
+        unfused.UnfusedGather.of(call, device, None, True, return_a)
+        gathered, outs = call.repeated()
+        for out, right in zip(outs, (b, b[:, :1]), strict=True):
+            torch.testing.assert_close(out, whole @ right)
+        assert gathered.equal(whole) if return_a else gathered is None
     state.repeats.clear()
     call = plain(a, b)
     unfused.UnfusedSum.of(call, device, None, True)
@@ -321,7 +356,7 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
         state.repeats.clear()
         unfused.UnfusedAllReduce.of(call, device, None, True, by_torch)
         torch.testing.assert_close(call.repeated(), 2 * (a @ b))
-    assert [one[0] for one in group.asked] == ["gather", "scatter", "reduce", "reduce"]
+    assert [one[0] for one in group.asked] == ["gather", "gather", "scatter", "reduce", "reduce"]
 
 
 @pytest.mark.parametrize(

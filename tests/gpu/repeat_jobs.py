@@ -30,8 +30,12 @@ def _kinds(rank: int, world: int):
     yield "gather along 1", lambda i: tsd.all_gather_matmul(shard(i, 2, 64, 512), columns[0], gather_dim=1, **how)
     yield "transposed b", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), random(5, 256, 512).t(), **how)
     yield "float32 out", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns[0], out_dtype=torch.float32, **how)
+    rows = how | {"return_a": True}
+    yield "gathered rows", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns[0], **rows)
+    yield "ragged rows", lambda i: tsd.all_gather_matmul(shard(i, 2, 65, 512), columns[:2], gather_dim=1, **rows)
     wide = random(9, 8192, 3584)  # the table has such gathers pulled
     yield "pulled gather", lambda i: tsd.all_gather_matmul(shard(i, 4096 // world, 8192), wide, **how)
+    yield "pulled rows", lambda i: tsd.all_gather_matmul(shard(i, 4096 // world, 8192), wide, **rows)
     yield "sum", lambda i: tsd.matmul_reduce_scatter(shard(i, 256 * world, 512), parts[rank], **how)
     yield (
         "average",
@@ -44,12 +48,17 @@ def _kinds(rank: int, world: int):
     yield "all-reduce", lambda i: tsd.matmul_all_reduce(shard(i, 64, 512), parts[rank], **how)
     unfused = {"form": "unfused"}
     yield "unfused gather", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns, **unfused)
+    whole = unfused | {"return_a": True}
+    yield "unfused rows", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns, **whole)
     yield "unfused sum", lambda i: tsd.matmul_reduce_scatter(shard(i, 256 * world, 512), parts[rank], **unfused)
     yield "unfused all-reduce", lambda i: tsd.matmul_all_reduce(shard(i, 64, 512), parts[rank], **unfused)
     yield "all-reduce of one row", lambda i: tsd.matmul_all_reduce(shard(i, 1, 512), parts[rank], **how)
 
 
 def _flat(made) -> list[torch.Tensor]:
+    if isinstance(made, tuple):  # with ``return_a``
+        gathered, made = made
+        return [gathered, *_flat(made)]
     return made if isinstance(made, list) else [made]
 
 

@@ -41,6 +41,8 @@ from fake_ranks import GroupState, Memory, patch_driver
 
 BF16 = torch.bfloat16
 COPY_ACROSS, WRITE, WAIT, RECORD, WAIT_EVENT = range(1, 6)
+#: A copy by torch out of a slot.
+TAKE_OUT = 77
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -102,17 +104,21 @@ class Gathers:
 
     def __init__(self, state: Any, way: str = "push") -> None:
         self.state, self.queue = state, GatherQueue(state, DEVICE, Memory(2, 16 * 64 * 2, 16).of(0))
-        self.way, self.brings = way, False
+        self.way, self.brings, self.return_a = way, False, False
+        #: All ranks' rows of the last call, with `return_a`.
+        self.gathered: torch.Tensor | None = None
 
     def usual(self, a: torch.Tensor, *bs: torch.Tensor) -> list[torch.Tensor]:
-        repeat = GatherRepeat.of(plain(self.state, a, *bs), self.queue, self.shards, self.way)
+        repeat = GatherRepeat.of(plain(self.state, a, *bs), self.queue, self.shards, self.way, self.return_a)
+        self.gathered = zeros(*self.shards.shape) if self.return_a else None
 
         def compute(slot: ScaledRows, arrival: ts.Arrival) -> list[torch.Tensor]:
             if self.brings:
                 arrival._signals.local_rows.bring()
             return [ts.matmul(slot.data.view(16, 64), b, arrival=arrival, deadline=7.0) for b in bs]
 
-        return self.queue.issue(self.shards, ScaledRows(a.view(1, 8, 64), None), None, compute, 7.0, self.way, repeat)
+        shard = ScaledRows(a.view(1, 8, 64), None)
+        return self.queue.issue(self.shards, shard, self.gathered, compute, 7.0, self.way, repeat)
 
 
 @pytest.mark.parametrize("way", ["push", "pull"])
@@ -132,7 +138,8 @@ def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(
     for i in range(2 * gather.SLOTS):
         other = zeros(8, 64)
         Asked.of(driver)
-        outs = plain(state, other, *others).repeated()
+        gathered, outs = plain(state, other, *others).repeated()
+        assert gathered is None
         assert [out.shape for out in outs] == [(16, 32 + 8 * j) for j in range(count)]
         repeated = Asked.of(driver)
         gathers.queue.take_back(1 + gather.SLOTS + i + 1)  # the usual way, of the same epoch
@@ -144,6 +151,73 @@ def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(
         assert gathers.queue._pending is None
     assert len(python_calls) == made, "no launch was Python's"
     assert state.repeated == 2 * gather.SLOTS
+
+
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_a_repeated_gather_takes_the_rows_out_behind_its_kernels(
+    state, python_calls, driver, monkeypatch, way  # noqa: F811
+):  # fmt: skip
+    gathers, b = Gathers(state, way), zeros(64, 32)
+    gathers.return_a, take_out, memory = True, copy_engines.take_out, gathers.queue.memory
+
+    def noted(what: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        """The result of a call may lie anywhere; it is noted as 0."""
+        begin = memory.address(0, 0)
+        there = to.data_ptr() if begin <= to.data_ptr() < begin + gather.SLOTS * memory.slot_bytes else 0
+        driver.library.fake_note(what, 0, there, source.data_ptr(), source.nbytes)
+
+    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
+        noted(COPY_ACROSS, to, source)
+        to.copy_(source)
+
+    def taken(into: torch.Tensor, gathered: torch.Tensor, *others: Any) -> None:
+        noted(TAKE_OUT, into, gathered)
+        take_out(into, gathered, *others)
+
+    monkeypatch.setattr(slots, "copy", copied)
+    monkeypatch.setattr(copy_engines, "take_out", taken)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    for i in range(2 * gather.SLOTS):
+        other, epoch = torch.randn(8, 64).to(BF16), 1 + gather.SLOTS + i + 1
+        rows = memory.slot(0, epoch % gather.SLOTS)[: 16 * 64 * 2].view(BF16).view(1, 2, 8, 64)
+        rows.copy_(torch.randn(1, 2, 8, 64))
+        memory.signals(epoch % gather.SLOTS)[:4] = torch.tensor([1 << 20, 1 << 20, 1 << 20, 0])
+        Asked.of(driver)
+        whole, outs = plain(state, other, b).repeated()
+        assert whole.shape == (16, 64)
+        first, second = whole.view(2, 8, 64)
+        assert first.equal(other if way == "push" else rows[0, 0]), "the fake driver copies nothing into the slot"
+        assert second[:4].equal(rows[0, 1, :4])
+        assert second[4:].isnan().all(), "what has not come"
+        repeated = Asked.of(driver)
+        names = [one[0] for one in repeated.operations]
+        assert names.index(LAUNCH) < names.index(TAKE_OUT) < len(names) - 1 - names[::-1].index(RECORD)
+        gathers.queue.take_back(epoch)  # the usual way, of the same epoch
+        usual = gathers.usual(other, b)
+        assert repeated == Asked.of(driver).with_outputs(usual, outs)
+    assert state.repeated == 2 * gather.SLOTS
+
+
+def test_a_gather_whose_rows_cannot_be_taken_out_ends(state, driver, python_calls, monkeypatch):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    gathers.return_a = True
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    Asked.of(driver)
+    gathers.usual(zeros(8, 64), b)
+    whole, tracked = [one[0] for one in Asked.of(driver).operations], list[int]()
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(copy_engines, "take_out", fails)
+    monkeypatch.setattr(gathers.queue, "track", lambda call: tracked.append(call.epoch))
+    with pytest.raises(MemoryError, match="no room"):
+        plain(state, zeros(8, 64), b).repeated()
+    assert [one[0] for one in Asked.of(driver).operations] == whole
+    assert tracked == [gathers.queue._epoch], "it is watched"
+    assert not state.broken, "the peers have all that they wait for"
 
 
 def test_rows_that_a_kernel_reads_in_the_slot_are_copied_there(state, python_calls, driver, monkeypatch):  # noqa: F811
@@ -327,8 +401,10 @@ def test_a_call_in_the_slot_of_an_earlier_one_is_watched_alone(state, driver, py
     assert [call.epoch for call in queue._calls] == [last.epoch, last.epoch + 1]
 
 
-def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python_calls):  # noqa: F811
+@pytest.mark.parametrize("return_a", [False, True])
+def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python_calls, return_a):  # noqa: F811
     gathers, b = Gathers(state), zeros(64, 32)
+    gathers.return_a = return_a
     for _ in range(1 + gather.SLOTS):
         gathers.usual(zeros(8, 64), b)
     Asked.of(driver)
@@ -336,7 +412,7 @@ def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python
     whole = [one[0] for one in Asked.of(driver).operations if one[0] != LAUNCH]
     driver.library.fake_refuse_after(0)
     try:
-        with pytest.raises(ProgramError, match="launch 2 of 4 parts"):
+        with pytest.raises(ProgramError, match=f"launch 2 of {4 - return_a} parts"):
             plain(state, zeros(8, 64), b).repeated()
     finally:
         driver.library.fake_refuse_after(-1)

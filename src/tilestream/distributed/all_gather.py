@@ -106,7 +106,7 @@ def run(
         else:
             rows, outs = _gather_in_host_order(state, request, plan, shards, shard, products, seconds)
             if plain is not None and can_repeat(plan, plain):
-                UnfusedGather.of(plain, a.device, request.out_dtype, request.fast_accum)
+                UnfusedGather.of(plain, a.device, request.out_dtype, request.fast_accum, request.return_a)
     shape = _gathered_shape(state, request)
     gathered = rows.view(shape) if request.return_a else a.new_empty(0)
     return gathered, [out.view(*shape[:-1], out.shape[-1]) for out in outs]

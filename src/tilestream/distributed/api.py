@@ -112,11 +112,13 @@ def all_gather_matmul(
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
     }  # fmt: skip
     plain = None
-    if bias is None and activation is None and scale_a is None and scale_b is None and return_a is False:
-        options = out_dtype, use_fast_accum, form
+    if bias is None and activation is None and scale_a is None and scale_b is None:
+        options = out_dtype, use_fast_accum, form, return_a
         plain = plain_call(GATHER, group, a_shard, b, gather_dim, deadline, *options)
         if plain is not None and (made := plain.repeated()) is not None:
-            return made[0] if isinstance(b, torch.Tensor) else list(made)
+            gathered, outs = made
+            repeated = outs[0] if isinstance(b, torch.Tensor) else outs
+            return (gathered, repeated) if return_a else repeated
     request = given_request(GATHER, a_shard, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():

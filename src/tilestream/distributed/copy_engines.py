@@ -20,6 +20,7 @@ sent from there. ``return_a`` copies all rows out of the slot after the kernel.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import weakref
@@ -49,7 +50,7 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
-from tilestream.distributed.repeats import PlainCall, ProgramRepeat
+from tilestream.distributed.repeats import Gathered, PlainCall, ProgramRepeat
 from tilestream.distributed.shards import Product, ScaledRows, Shards
 from tilestream.distributed.slots import Form, is_brought, local_rows, place, push, slot_rows, slot_size, sources_of
 from tilestream.distributed.symmetric import PeerMemory
@@ -221,12 +222,11 @@ class GatherQueue(CallQueue):
                     fills = {"fill": [bring], "await peers": []}
                     before = [x for part in program for x in (fills[part] if isinstance(part, str) else [part])]
                     before += [bring] if own is not None and is_brought(own) else []
-                    repeat.learn(at, arrival, before, self._finish[at], launches, outs)
+                    behind = self._finish[at] if gathered is None else ()
+                    repeat.learn(at, arrival, before, behind, launches, outs, slot.data, own is not None)
             del self._without_kernel[epoch]
             if gathered is not None:
-                take_out(gathered, slot.data, signals, shards, self._nan)
-                if own is not None:
-                    place(self._rank, gathered, shard.data)
+                self.take_out(gathered, slot.data, signals, shards, None if own is None else shard.data)
         finally:  # without a kernel, too, so that the peers get their rows
             signals.local_rows = None  # drops the reference to the caller's tensor
             missing = self._end(epoch, overrule, handle)
@@ -236,9 +236,17 @@ class GatherQueue(CallQueue):
                 _fill_nan(gathered[:, rank])
         return outs
 
+    def take_out(
+        self, into: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards, own: torch.Tensor | None
+    ) -> None:
+        """`take_out` of a slot behind its kernel; ``own``: the rows of this rank where they are not in the slot."""
+        take_out(into, gathered, signals, shards, self._nan)
+        if own is not None:
+            place(self._rank, into, own)
+
     def repeat(
         self, program: NativeProgram, known: Arrival, shards: Shards, shard: torch.Tensor, addresses: Sequence[int],
-        seconds: float, way: gather.Way,
+        seconds: float, way: gather.Way, behind: Callable[[PeerSignals], None] | None = None,
     ) -> list[int] | None:  # fmt: skip
         """Issue a call with all its kernels by a program.
 
@@ -250,6 +258,8 @@ class GatherQueue(CallQueue):
             The own rows, contiguous.
         addresses
             Of the products' right operands, then of their results.
+        behind
+            Issues what follows the kernels before the slot may be used again; None: the program has all operations.
 
         Returns
         -------
@@ -281,10 +291,16 @@ class GatherQueue(CallQueue):
                 self._abort_half_issued(error)
             else:  # the peers get their rows
                 self._without_kernel[epoch] = signals, seconds
-            if issued + 1 < len(program):
+            if behind is not None or issued + 1 < len(program):
                 self._end(epoch, signals.overrule, stream)
             raise
-        return self._watch(epoch, signals.overrule)
+        if behind is None:
+            return self._watch(epoch, signals.overrule)
+        try:
+            behind(signals)
+        finally:
+            missing = self._end(epoch, signals.overrule, stream)
+        return missing
 
     def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
         """Issue the program after the kernel. Returns the ranks that were given up during the issue."""
@@ -515,11 +531,17 @@ def _fill_nan(x: torch.Tensor) -> None:
 
 
 class GatherRepeat(ProgramRepeat):
-    """Equal gathers of a contiguous shard, without scales."""
+    """Equal gathers of a contiguous shard, without scales.
 
-    def __init__(self, queue: GatherQueue, shards: Shards, way: gather.Way) -> None:
+    ``return_a``: all ranks' rows are copied out of the slot, by torch's kernels behind the program's.
+    """
+
+    def __init__(self, queue: GatherQueue, shards: Shards, way: gather.Way, return_a: bool = False) -> None:
         super().__init__(queue)
-        self._queue, self._shards, self._way = queue, shards, way
+        self._queue, self._shards, self._way, self._return_a = queue, shards, way, return_a
+        #: By slot: all ranks' rows in it. And whether this rank's own are in the caller's tensor alone.
+        self._rows: list[torch.Tensor | None] = [None] * gather.SLOTS
+        self._own_apart = False
         #: By slot: the arrival that its program waits for.
         self._arrivals: list[Arrival | None] = [None] * gather.SLOTS
         #: Of each product, its columns; and the dtype of all.
@@ -528,19 +550,22 @@ class GatherRepeat(ProgramRepeat):
 
     def learn(
         self, slot: int, arrival: Arrival, before: Sequence[Part], behind: Program, launches: list[Launched],
-        outs: list[torch.Tensor],
+        outs: list[torch.Tensor], rows: torch.Tensor, own_apart: bool,
     ) -> None:  # fmt: skip
         """Prepare a slot, from a call that the queue has issued.
 
         Parameters
         ----------
         before, behind
-            The operations before and after the kernels.
+            The operations before and after the kernels; with ``return_a`` the queue issues those after them.
         launches
             The launches that the extension has issued for it, one for each of ``outs``.
+        rows, own_apart
+            All ranks' rows in the slot; whether this rank's own are not there.
         """
         if len(launches) != len(outs):
             return
+        self._rows[slot], self._own_apart = rows, own_apart
         self._columns, self._dtype, self._arrivals[slot] = [out.shape[1] for out in outs], outs[0].dtype, arrival
         count = len(outs)
 
@@ -553,19 +578,31 @@ class GatherRepeat(ProgramRepeat):
         kernels = [(launch, patches(i)) for i, launch in enumerate(launches)]
         self.keep(slot, 1 + 2 * count, (*self._queue.admission(slot), *before, *kernels, *behind))
 
-    def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> list[torch.Tensor] | None:
-        """See `ProgramRepeat`: the products."""
+    def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> Gathered | None:
+        """See `ProgramRepeat`: all ranks' rows, None without ``return_a``, and the products."""
         a, arrival = call.a, self._arrivals[slot]
         assert arrival is not None
         shape = list(a.shape)
         shape[call.dim] *= self._shards.world
         outs = [torch.empty((*shape[:-1], n), dtype=self._dtype, device=a.device) for n in self._columns]
         addresses = [x.data_ptr() for x in (*call.bs, *outs)]
-        missing = self._queue.repeat(program, arrival, self._shards, a, addresses, call.seconds, self._way)
+        gathered = torch.empty(shape, dtype=a.dtype, device=a.device) if self._return_a else None
+        behind = None if gathered is None else functools.partial(self._take_out, slot, a, gathered)
+        missing = self._queue.repeat(program, arrival, self._shards, a, addresses, call.seconds, self._way, behind)
         if missing is None:
             return None
         _void(missing, outs, self._shards)
-        return outs
+        if gathered is not None:
+            for rank in missing:
+                _fill_nan(gathered.view(self._shards.shape)[:, rank])
+        return gathered, outs
+
+    def _take_out(self, slot: int, a: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals) -> None:
+        """Copy all ranks' rows out of the slot."""
+        shards, rows = self._shards, self._rows[slot]
+        assert rows is not None
+        own = a.view(shards.batches, shards.rows, shards.width) if self._own_apart else None
+        self._queue.take_out(gathered.view(shards.shape), rows, signals, shards, own)
 
 
 def gather_matmul(
@@ -583,8 +620,8 @@ def gather_matmul(
         gathered = x.new_empty(shards.shape) if return_a else None
         repeat = None
         # Of strided leading dimensions the shard is a copy, and the caller's address is not that of its rows.
-        if plain is not None and gathered is None and plain.a.is_contiguous():
-            repeat = GatherRepeat.of(plain, queue, shards, plan.decision.way)
+        if plain is not None and plain.a.is_contiguous():
+            repeat = GatherRepeat.of(plain, queue, shards, plan.decision.way, return_a)
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
             a = rows.data.view(shards.total, shards.width)

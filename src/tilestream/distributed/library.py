@@ -76,11 +76,11 @@ def _plain_call(states: Sequence[GroupState], request: Request) -> PlainCall | N
     """The call as one that may repeat an earlier one, as a compiled graph does at each run; None for others."""
     x = request
     tensors = (x.scale_a, *x.biases, *x.scales_b)
-    if len(states) > 1 or x.return_a or set(x.activations) != {"none"} or any(one is not None for one in tensors):
+    if len(states) > 1 or set(x.activations) != {"none"} or any(one is not None for one in tensors):
         return None
     options = x.out_dtype, x.fast_accum, x.form
     if x.op == GATHER:
-        return plain_call(x.op, states[0].group, x.a, x.bs, x.dim, x.deadline, *options)
+        return plain_call(x.op, states[0].group, x.a, x.bs, x.dim, x.deadline, *options, x.return_a)
     return plain_call(x.op, states[0].group, x.a, x.b, x.dim, x.deadline, x.reduce_op, *options)
 
 
@@ -100,7 +100,8 @@ def _all_gather_matmul(
         states = states_of(GATHER, group)
         plain = _plain_call(states, request)
         if plain is not None and (made := plain.repeated()) is not None:
-            return a_shard.new_empty(0), list(made)
+            gathered, outs = made
+            return a_shard.new_empty(0) if gathered is None else gathered, outs
         if len(states) == 1:
             return all_gather.run(states[0], request, plain=plain)
         return hierarchy.all_gather_matmul(NodeMesh(*states), request)

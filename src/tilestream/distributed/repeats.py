@@ -50,6 +50,8 @@ _blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 R = TypeVar("R", bound="Repeat")
+#: What a repeated gather gives: all ranks' rows where they are asked for, and the products.
+Gathered = tuple[torch.Tensor | None, list[torch.Tensor]]
 
 
 class PlainCall(NamedTuple):

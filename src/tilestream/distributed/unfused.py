@@ -8,7 +8,7 @@ from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
 from tilestream.distributed.collective import on_this_stream
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.repeats import PlainCall, Repeat
+from tilestream.distributed.repeats import Gathered, PlainCall, Repeat
 from tilestream.ops import native
 from tilestream.ops.request import Request, multiply
 
@@ -51,14 +51,27 @@ class _Unfused(Repeat):
 
 
 class UnfusedGather(_Unfused):
-    """Equal unfused gathers along the first dimension."""
+    """Equal unfused gathers along the first dimension.
 
-    def issue(self, call: PlainCall) -> list[torch.Tensor]:
-        """See `Repeat`: the products."""
+    Parameters
+    ----------
+    return_a
+        Whether the caller gets all ranks' rows.
+    """
+
+    def __init__(
+        self, device: torch.device, out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool = False
+    ) -> None:
+        super().__init__(device, out_dtype, fast_accum)
+        self._return_a = return_a
+
+    def issue(self, call: PlainCall) -> Gathered:
+        """See `Repeat`: all ranks' rows, None without ``return_a``, and the products."""
         a, state = call.a, call.state
         gathered = torch.empty((a.shape[0] * state.world, a.shape[1]), dtype=a.dtype, device=a.device)
         on_this_stream(state.group._allgather_base, gathered, a, options=AllgatherOptions())
-        return [self.product(gathered, b) for b in call.bs]
+        outs = [self.product(gathered, b) for b in call.bs]
+        return gathered if self._return_a else None, outs
 
 
 class UnfusedSum(_Unfused):
