@@ -1,10 +1,11 @@
 """`tilestream.grouped_mm` beside `torch._grouped_mm` and a loop of `torch.mm`: layers of mixtures of experts, by skew.
 
 ``grouped`` has products and the gradients of weights. ``experts`` has the layers' first products with SwiGLU, and of 8
-bits with blocks' scales. The loop knows the groups' sizes, which the others read on the device.
+bits with blocks' scales. The loop knows the groups' sizes, which the others read on the device. Beside the products
+stands DeepGEMM, where it can be imported: `deepgemm` says how to install it.
 
 Tokens go to experts uniformly, mildly unevenly (each expert's weight is drawn from [0.5, 1.5]), or by Zipf's law
-(weight 1 / rank**1.2, experts in random order). Group sizes follow from the row's seed.
+(weight 1 / rank**1.2, experts in random order). Group sizes follow from the seed of the skew.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import tilestream as ts
 from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.records import Row
-from benchmarks.core.timing import Call, gpu_peak, host_microseconds, refuse_impossible
+from benchmarks.core.timing import Call, Timing, gpu_peak, host_microseconds, refuse_impossible
+from benchmarks.gemm import deepgemm
 from benchmarks.gemm.bench import Bench, rounded
 from tilestream_tools.sweep.check import errors, sampled_rows
 
-SKEWS = ("uniform", "mild", "zipf")
 SEED = 0
+#: By skew, the seed that group sizes are drawn by. Operands are drawn by `SEED`.
+SKEWS = {"uniform": SEED, "mild": SEED, "zipf": SEED}
 #: The exponent of Zipf's law.
 ZIPF = 1.2
 
@@ -55,9 +58,9 @@ LAYERS = (
 )
 
 
-def sizes(rows: int, experts: int, skew: str, seed: int = SEED) -> list[int]:
+def sizes(rows: int, experts: int, skew: str) -> list[int]:
     """Rows of each expert, of ``rows`` in all."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SKEWS[skew])
     weights = {
         "uniform": torch.ones(experts), "mild": torch.rand(experts, generator=generator) + 0.5,
         "zipf": torch.arange(1, experts + 1).float() ** -ZIPF,
@@ -99,8 +102,37 @@ def loop(a: torch.Tensor, b: torch.Tensor, given: list[int]) -> torch.Tensor:
     return out
 
 
-def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
-    """One product; of a gradient, that of the weights."""
+class Answers:
+    """What answers are checked against: the error rule's reference for rows of the largest group, torch's for all."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, given: list[int], theirs: torch.Tensor) -> None:
+        largest = max(range(len(given)), key=given.__getitem__)
+        begin = sum(given[:largest])
+        run = slice(begin, begin + given[largest])
+        along_k = b.dim() == 2
+        left, right = (a[:, run], b[run]) if along_k else (a[run], b[largest])
+        self.part: int | slice = largest if along_k else run
+        self.picked = sampled_rows(left.shape[0]).to(left.device)
+        self.reference = left[self.picked].double() @ right.double()
+        self.theirs = theirs
+
+    def check(self, out: torch.Tensor) -> dict[str, float]:
+        """The errors of an answer.
+
+        Raises
+        ------
+        AssertionError
+            If it is wrong.
+        """
+        figures = errors(out[self.part][self.picked], self.theirs[self.part][self.picked], self.reference)
+        apart = (out.float() - self.theirs.float()).abs().max()
+        if not apart <= 0.02 * self.reference.abs().max():
+            raise AssertionError("another group than the largest differs from torch's")
+        return figures
+
+
+def row(bench: Bench, layer: Layer, skew: str, gradient: bool, peer: Any = None) -> Row:
+    """One product; of a gradient, that of the weights. ``peer`` is DeepGEMM's package: it has products alone."""
     _, rows, n, k, experts = layer
     given = sizes(rows, experts, skew)
     a, b, ends = drawn(layer, given, gradient, bench.device)
@@ -108,17 +140,15 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
         "torch": lambda: torch._grouped_mm(a, b, ends), "ours": lambda: ts.grouped_mm(a, b, ends),
         "loop": lambda: loop(a, b, given),
     }  # fmt: skip
-    largest = max(range(experts), key=given.__getitem__)
-    begin = sum(given[:largest])
-    run = slice(begin, begin + given[largest])
-    answers = {name: call() for name, call in functions.items()}
-    parts = {name: out[largest] if gradient else out[run] for name, out in answers.items()}
-    left, right = (a[:, run], b[run]) if gradient else (a[run], b[largest])
-    picked = sampled_rows(left.shape[0]).to(left.device)
-    reference = left[picked].double() @ right.double()
-    figures = errors(parts["ours"][picked], parts["torch"][picked], reference)
-    if (answers["ours"].float() - answers["torch"].float()).abs().max() > 0.02 * reference.abs().max():
-        raise AssertionError("another group than the largest differs from torch's")
+    right = Answers(a, b, given, functions["torch"]())
+    figures, beside = right.check(functions["ours"]()), {}
+    if peer is not None and not gradient:
+        try:
+            x = deepgemm.padded(peer, a, b, given)
+            beside = {"padded_rows": len(x.rows), "peer_errors": right.check(deepgemm.multiply(peer, x)[x.places])}
+            functions[deepgemm.NAME] = lambda: deepgemm.multiply(peer, x)
+        except Exception as error:
+            beside = {"refused": {deepgemm.NAME: deepgemm.refusal(error)}}
     host, _ = host_microseconds(functions, batch=8, batches=3) if not bench.dry else ({}, {})
     timing = bench.clock.interleave(functions, rounds=5 if bench.dry else 11)
     medians, operations = timing.medians(), 2 * rows * n * k
@@ -130,13 +160,21 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
         device=bench.device,
     )  # fmt: skip
     return {
-        "layer": layer.name, "shape": f"{rows}x{n}x{k}, {experts} experts", "skew": skew, "seed": SEED,
+        "layer": layer.name, "shape": f"{rows}x{n}x{k}, {experts} experts", "skew": skew, "seed": SKEWS[skew],
         "kind": "gradient of weights" if gradient else "product", "largest_group": max(given),
         "empty_groups": given.count(0), "us": rounded(medians), "tflops": tflops, "host_us": host,
         "ratio": round(timing.median("torch") / timing.median("ours"), 4),
         "band": [round(x, 4) for x in timing.band("ours", "torch")],
         "to_loop": round(timing.median("loop") / timing.median("ours"), 4), "plan": made.label, "errors": figures,
+        **beside, **(to_peer(timing) if deepgemm.NAME in functions else {}),
     }  # fmt: skip
+
+
+def to_peer(timing: Timing) -> Row:
+    """DeepGEMM's time by ours."""
+    ratio = timing.median(deepgemm.NAME) / timing.median("ours")
+    band = [round(x, 4) for x in timing.band("ours", deepgemm.NAME)]
+    return {"to_deepgemm": round(ratio, 4), "deepgemm_band": band}
 
 
 def unfused(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -183,7 +221,7 @@ def expert_row(bench: Bench, layer: Layer, skew: str, blocks: bool) -> Row:
         activation=None if blocks else "swiglu", device=bench.device,
     )  # fmt: skip
     return {
-        "layer": layer.name, "shape": f"{rows}x{n}x{k}, {experts} experts", "skew": skew, "seed": SEED,
+        "layer": layer.name, "shape": f"{rows}x{n}x{k}, {experts} experts", "skew": skew, "seed": SKEWS[skew],
         "kind": "blocks' scales" if blocks else "swiglu", "us": rounded(medians), "host_us": host,
         "tflops": {name: round(2 * rows * n * k / seconds * 1e-12, 1) for name, seconds in medians.items()},
         "ratio": round(timing.median("torch") / timing.median("ours"), 4),
@@ -194,18 +232,26 @@ def expert_row(bench: Bench, layer: Layer, skew: str, blocks: bool) -> Row:
 def launches() -> dict[str, Callable[[], object]]:
     """What the section ``grouped`` launches, by name: a call of each product, of operands that nobody has written."""
 
-    def call(layer: Layer, gradient: bool) -> None:
-        def make(*shape: int) -> torch.Tensor:
-            return torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
+    def made(layer: Layer, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return operands(layer, gradient, functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16))
 
-        a, b = operands(layer, gradient, make)
+    def call(layer: Layer, gradient: bool) -> None:
+        a, b = made(layer, gradient)
         ts.grouped_mm(a, b, torch.zeros(layer.experts, device="cuda", dtype=torch.int32))
 
-    return {
+    def call_peer(layer: Layer) -> None:
+        a, b = made(layer, False)
+        for skew in SKEWS:  # its kernel may depend on how many rows there are with their padding
+            deepgemm.multiply(peer, deepgemm.padded(peer, a, b, sizes(layer.rows, layer.experts, skew)))
+
+    peer, _ = deepgemm.imported()
+    found: dict[str, Callable[[], object]] = {
         f"{layer.name} {gradient}": functools.partial(call, layer, gradient)
         for layer in LAYERS
         for gradient in (False, True)
     }
+    peers = {f"{deepgemm.NAME} {layer.name}": functools.partial(call_peer, layer) for layer in LAYERS}
+    return found | (peers if peer is not None else {})
 
 
 def small(layer: Layer) -> Layer:
@@ -218,15 +264,21 @@ def small(layer: Layer) -> Layer:
 def grouped(bench: Bench) -> None:
     """Products, then the gradients of weights."""
     layers = [small(layer) for layer in LAYERS[:2]] if bench.dry else LAYERS
+    peer, said = deepgemm.imported()
+    if peer is None:
+        print(f"without {deepgemm.NAME}: {said}", flush=True)
     if not bench.dry:
-        compile_ahead("gemm", "grouped", "", str(bench.options.within), limit=45)
+        limit = 45 if peer is None else 150  # nvcc takes longer than Triton
+        compile_ahead("gemm", "grouped", "", str(bench.options.within), limit=limit)
     items = [(layer, skew, gradient) for gradient, layer, skew in itertools.product((False, True), layers, SKEWS)]
-    bench.measure("grouped", items, lambda item: row(bench, *item), zipf=ZIPF)
+    about = {"peers": {} if peer is None else {deepgemm.NAME: said}, "zipf": ZIPF, "seeds": SKEWS}
+    bench.measure("grouped", items, lambda item: row(bench, *item, peer), **about)
 
 
 def experts(bench: Bench) -> None:
     """SwiGLU, then blocks' scales, of the layers' first products."""
     layers = [layer for layer in LAYERS if "gate+up" in layer.name]
     layers = [small(layer) for layer in layers[:1]] if bench.dry else layers
-    items = [(layer, skew, blocks) for blocks, layer, skew in itertools.product((False, True), layers, SKEWS[::2])]
-    bench.measure("experts", items, lambda item: expert_row(bench, *item), zipf=ZIPF)
+    skews = ("uniform", "zipf")
+    items = [(layer, skew, blocks) for blocks, layer, skew in itertools.product((False, True), layers, skews)]
+    bench.measure("experts", items, lambda item: expert_row(bench, *item), zipf=ZIPF, seeds=SKEWS)

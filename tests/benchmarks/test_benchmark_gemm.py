@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.gemm import bench, compiling, counters, grouped, search, shapes
+from benchmarks.gemm import bench, compiling, counters, deepgemm, grouped, search, shapes
 from benchmarks.report import gemm
 from benchmarks.report import gemm_losses as losses
 
@@ -88,6 +88,62 @@ def test_the_loop_is_the_grouped_product() -> None:
         ends = torch.tensor(given).cumsum(0).to(torch.int32)
         assert torch.allclose(grouped.loop(a, b, given), ts.grouped_mm(a, b, ends), atol=1e-5)
     assert len(grouped.launches()) == 2 * len(grouped.LAYERS)
+
+
+class Package:
+    """DeepGEMM as its kernel works: by blocks of as many rows as groups are padded to, of their first row's group."""
+
+    __version__ = "0.1.4"
+
+    def __init__(self, wrong: Exception | float | None = None) -> None:
+        self.wrong = wrong
+
+    def get_mk_alignment_for_contiguous_layout(self) -> int:
+        return 16
+
+    def m_grouped_bf16_gemm_nt_contiguous(self, a, b, d, grouped_layout) -> None:
+        assert (a.dtype, grouped_layout.dtype, len(grouped_layout)) == (torch.bfloat16, torch.int32, len(a))
+        assert all(x.is_contiguous() for x in (a, b, d, grouped_layout))
+        if isinstance(self.wrong, Exception):
+            raise self.wrong
+        for rows, out, of in zip(a.split(16), d.split(16), grouped_layout.split(16), strict=True):
+            out.copy_(rows @ b[of[0]].T * (self.wrong or 1.0))
+
+
+def dry_row(package: Package, gradient: bool = False) -> dict:
+    at = SimpleNamespace(dry=True, device="cpu", clock=bench.WallClock())
+    return grouped.row(at, grouped.Layer("a layer", 60, 32, 48, 4), "zipf", gradient, package)
+
+
+def test_deepgemm_is_a_peer_of_products() -> None:
+    row = dry_row(Package())
+    given = grouped.sizes(60, 4, "zipf")
+    assert row["padded_rows"] == sum(-(-size // 16) * 16 for size in given) > 60
+    assert set(row["us"]) == set(row["tflops"]) == {"torch", "ours", "loop", "DeepGEMM"}
+    assert row["to_deepgemm"] == pytest.approx(row["us"]["DeepGEMM"] / row["us"]["ours"], rel=0.01)
+    assert row["seed"] == grouped.SKEWS["zipf"]
+    assert "refused" not in row
+    assert "to_deepgemm" not in dry_row(Package(), gradient=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [(RuntimeError("no compiler"), "RuntimeError: no compiler"), (1.5, "AssertionError: wrong answer")],
+)
+def test_deepgemm_is_left_out_of_a_row_where_it_fails_or_is_wrong(wrong, why) -> None:
+    row = dry_row(Package(wrong))
+    assert row["refused"]["DeepGEMM"].startswith(why)
+    assert set(row["us"]) == {"torch", "ours", "loop"}
+    assert not {"to_deepgemm", "padded_rows"} & set(row)
+
+
+def test_deepgemm_is_imported_where_it_is(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    assert deepgemm.imported() == (None, "ModuleNotFoundError: import of deep_gemm halted; None in sys.modules")
+    assert len(grouped.launches()) == 2 * len(grouped.LAYERS)
+    monkeypatch.setitem(sys.modules, "deep_gemm", Package())
+    assert deepgemm.imported()[1] == "0.1.4"
+    assert len(grouped.launches()) == 3 * len(grouped.LAYERS)
 
 
 def test_parse() -> None:
