@@ -25,7 +25,7 @@ def written(tmp_path: Path, name: str, rows: list[dict], **more: object) -> Path
 def layer(kind: str, skew: str, ratio: float) -> dict:
     return {
         "layer": "a layer", "shape": "64x32x16, 4 experts", "skew": skew, "kind": kind, "largest_group": 16,
-        "us": {"torch": 10.0 * ratio, "ours": 10.0, "loop": 30.0}, "tflops": {"ours": 1.0},
+        "us": {"torch": 10.0 * ratio, "ours": 10.0, "loop": 30.0}, "tflops": {"ours": 1.0, "torch": 1.0},
         "host_us": {"ours": 3.0, "torch": 4.0}, "ratio": ratio, "band": [ratio - 0.01, ratio + 0.01], "plan": "a plan",
     }  # fmt: skip
 
@@ -41,7 +41,31 @@ def test_layers_are_counted_by_kind_and_skew(tmp_path: Path) -> None:
     assert "| product | all | 2 | 1.000 | 0.800 | 1 / 0 / 1 |" in lines
     assert "| product | uniform | 1 | 1.250 | 1.250 | 1 / 0 / 0 |" in lines
     assert "| gradient of weights | zipf | 1 | 2.000 | 2.000 | 1 / 0 / 0 |" in lines
-    assert sum("a layer" in line for line in lines) == 3
+    assert sum(line.startswith("| a layer | 64x32x16") for line in lines) == 3
+
+
+def test_deepgemm_and_what_skew_costs_have_columns_where_they_are_recorded(tmp_path: Path) -> None:
+    rows = [layer("product", skew, 1.25) | {"seed": 7} for skew in ("uniform", "zipf")]
+    rows += [layer("product", skew, 1.0) | {"layer": "another, decode"} for skew in ("uniform", "zipf")]
+    for row, rate, theirs in zip(rows, (100.0, 90.0, 10.0, 12.0), (80.0, 40.0, 10.0, 10.0), strict=True):
+        row["tflops"] = {"ours": rate, "torch": theirs}
+    without = "\n".join(grouped.page(written(tmp_path, "gemm_grouped", rows)))
+    assert "DeepGEMM" not in without
+    assert "Seeds: 7 (uniform), 7 (zipf)." in without
+    assert "| a layer | 100 | 90 | 0.900 | 0.500 |" in without.splitlines()
+    assert "0.900 with many rows, 1.200 of *decode*; at worst" in without
+    assert "1 of 2 products keep 0.95 or more." in without
+    for row in rows[:2]:
+        row |= {"us": row["us"] | {"DeepGEMM": 8.0}, "to_deepgemm": 0.8, "deepgemm_band": [0.79, 0.81]}
+    rows[2] |= {"refused": {"DeepGEMM": "RuntimeError: no\ncompiler"}}
+    rows.append(layer("gradient of weights", "zipf", 2.0))
+    lines = "\n".join(grouped.page(written(tmp_path, "gemm_grouped", rows, peers={"DeepGEMM": "0.1.4"}))).splitlines()
+    assert "| product | all | 2 | 0.800 | 0.800 | 0 / 0 / 2 |" in lines
+    assert "- another, decode, uniform: RuntimeError: no compiler" in lines
+    shape = "64x32x16, 4 experts"
+    assert f"| a layer | {shape} | zipf | 16 | 12 | 30 | 10 | 8 | 90 | 1.250 | 0.800 | 3 / 4 | a plan |" in lines
+    assert f"| another, decode | {shape} | zipf | 16 | 10 | 30 | 10 | - | 12 | 1.000 | - | 3 / 4 | a plan |" in lines
+    assert f"| a layer | {shape} | zipf | 16 | 20 | 30 | 10 | 1 | 2.000 | 3 / 4 | a plan |" in lines
 
 
 def test_the_promises_cost_is_by_rows_and_beside_each_peer(tmp_path: Path) -> None:
