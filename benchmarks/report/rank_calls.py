@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.core.records import Data, Row, records
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import cells, device_of, geomean, incomplete, table, versions
+from benchmarks.report.tables import cell, cells, device_of, geomean, incomplete, table, versions
 
 NOTES = Notes("distributed")
 #: Clocks: a program's, and with the host far ahead.
@@ -26,6 +26,8 @@ class Kind(NamedTuple):
         Ways: what is compared, with the least of the others that are there.
     what
         The name of a row; `group`: by what its means are.
+    floor
+        Ways that are parts of a call, compute and transfer, each alone: no call takes less than the longer one.
     """
 
     title: str
@@ -33,6 +35,11 @@ class Kind(NamedTuple):
     peers: Sequence[str]
     what: Callable[[Row], str]
     group: Callable[[Row], str]
+    floor: Sequence[str] = ()
+
+
+#: A target of calls whose parts overlap: so many times the longer part, and so many microseconds.
+TIMES, SPARE = 1.10, 40.0
 
 
 def _shape(row: Row) -> str:
@@ -62,7 +69,7 @@ KINDS = {
     "served_captured": Kind("A Llama block, replayed", ("ours captured",), ("nccl captured",), _block, _prefill),
     "moe": Kind(
         "A mixture of experts", ("ours", "ours captured", "ours unfused"), ("nccl + grouped",), _layer,
-        lambda row: str(row["skew"]),
+        lambda row: str(row["skew"]), ("experts", "rows"),
     ),
 }  # fmt: skip
 
@@ -95,7 +102,50 @@ def section(data: Data, name: str, kind: Kind) -> list[str]:
         f"ranks {name}", title=kind.title, device=device_of(data), dtype=data["dtype"], versions=versions(data)
     )  # fmt: skip
     earlier = [NOTES("ranks earlier")] if any("commit" in row for row in rows) else []
-    return [said, *incomplete(data), *earlier, _means(rows, kind), _rows(rows, kind, clocks)]
+    beside = by_floor(rows, kind) if kind.floor else []
+    return [said, *incomplete(data), *earlier, _means(rows, kind), _rows(rows, kind, clocks), *beside]
+
+
+def above(row: Row, clock: str, own: str, kind: Kind) -> float | None:
+    """A call's time by the longer one of its parts and what is allowed beside it; None where one was not timed."""
+    us = row[clock]
+    there = own in us and all(name in us for name in kind.floor)
+    return us[own] / (max(us[name] for name in kind.floor) + SPARE) if there else None
+
+
+def is_late(row: Row, clock: str, own: str, kind: Kind, of: str = "") -> bool:
+    """Whether a call, by its clock or by that of ``of``, takes longer than the target that its parts set."""
+    us = row[clock]
+    return bool(row[of or clock][own] > TIMES * max(us[name] for name in kind.floor) + SPARE)
+
+
+def by_floor(rows: list[Row], kind: Kind) -> list[str]:
+    """Calls by the longer one of their parts: means, where the target is missed, and rows."""
+    columns = [(clock, own) for clock in CLOCKS for own in kind.ours]
+    heads = ["", *(f"{own}, {CLOCKS[clock]}" for clock, own in columns)]
+
+    def late(some: list[Row], clock: str, own: str, of: str = "") -> str:
+        there = [row for row in some if above(row, clock, own, kind) is not None]
+        return f"{sum(is_late(row, clock, own, kind, of) for row in there)} of {len(there)}"
+
+    def mean(some: list[Row], clock: str, own: str) -> str:
+        found = [x for row in some if (x := above(row, clock, own, kind)) is not None]
+        return f"{geomean(found):.3f} ({max(found):.3f})" if found else "-"
+
+    means = []
+    for group in dict.fromkeys(map(kind.group, rows)):
+        some = [row for row in rows if kind.group(row) == group]
+        means.append([f"{group}, {len(some)} rows", *(mean(some, *column) for column in columns)])
+    means.append(["target missed", *(late(rows, *column) for column in columns)])
+    lines = [[kind.what(row), *(cell(above(row, *column, kind)) for column in columns)] for row in rows]
+    called, ahead = CLOCKS
+    own, models = kind.ours[0], dict.fromkeys(str(row["of"]) for row in rows)
+    where = [f"{late([row for row in rows if row['of'] == name], ahead, own)} of {name}" for name in models]
+    said = NOTES(
+        "ranks floor", parts=", ".join(kind.floor), times=TIMES, spare=SPARE, own=own, called=late(rows, called, own),
+        ahead=late(rows, ahead, own), host=late(rows, called, own, "host us"), where=", ".join(where),
+    )  # fmt: skip
+    return [said, table(heads, means), table(heads, lines)]
 
 
 def _means(rows: list[Row], kind: Kind) -> str:

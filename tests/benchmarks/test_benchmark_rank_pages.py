@@ -34,10 +34,16 @@ ROWS = {
         "model": "8B", "tokens": 16, "prefill": False,
         **timed(ours_eager=50.0, ours_compiled=40.0, nccl_eager=60.0, nccl_compiled=44.0),
     }],
-    "moe": [{
-        "op": "moe", "of": "Mixtral", "tokens": 256, "skew": "Zipf",
-        **timed(ours=100.0, ours_captured=80.0, nccl_plus_grouped=125.0, experts=60.0, rows=30.0),
-    }],
+    "moe": [
+        {
+            "op": "moe", "of": "Mixtral", "tokens": 256, "skew": "Zipf",
+            **timed(ours=100.0, ours_captured=80.0, nccl_plus_grouped=125.0, experts=60.0, rows=30.0),
+        },
+        {
+            "op": "moe", "of": "Qwen3", "tokens": 16, "skew": "uniform",
+            **timed(ours=200.0, nccl_plus_grouped=220.0, experts=30.0, rows=60.0),
+        },
+    ],
 }  # fmt: skip
 
 
@@ -62,10 +68,20 @@ def text(tmp_path: Path) -> str:
         "| decode, 1 rows | 0.880 (0.880) | 0.880 (0.880) | 1.100 (1.100) | 1.100 (1.100) |",
         "Not measured, for want of time: 70B decode 1.",
         "| Zipf, 1 rows | 1.250 (1.250) | 1.250 (1.250) | 1.562 (1.562) | 1.562 (1.562) | - | - |",
+        # By the longer part and 40 us.
+        "| Zipf, 1 rows | 1.000 (1.000) | 0.800 (0.800) | - | 0.714 (0.714) | 0.571 (0.571) | - |",
+        "| Qwen3, 16 tokens, uniform | 2.000 | - | - | 1.429 | - | - |",
+        "| target missed | 1 of 2 | 0 of 1 | 0 of 0 | 1 of 2 | 0 of 1 | 0 of 0 |",
     ],
 )
 def test_each_record_has_its_means_and_rows(text, line):
     assert line in text.splitlines()
+
+
+def test_where_a_mixture_misses_its_target_is_told(text):
+    said = " ".join(text.split())
+    assert "*ours* misses it in 1 of 2 rows as called; in 1 of 2 the host takes longer than that" in said
+    assert "*ours* misses it in 1 of 2: 0 of 1 of Mixtral, 1 of 1 of Qwen3." in said
 
 
 def test_what_is_not_recorded_has_no_part(text, tmp_path):
