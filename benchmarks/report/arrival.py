@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks.core.records import Data, records
+from benchmarks.core.records import Data, Row, records
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import cell, columns, of, table
+from benchmarks.report.tables import cell, columns, incomplete, of, table
 from benchmarks.report.timelines import Timelines
 from tilestream.trace import LaunchTrace
 
 NOTES = Notes("arrival")
 #: A pause in which no worker polls, as `benchmarks.arrival.signals` has it, which imports Triton.
 ASLEEP = 1_000_000
+#: What copies of experts are to reach: so many times the longer of copy and multiply, and times as fast as by hand.
+OF_LARGER, OF_BY_HAND = 1.05, 1.15
 
 
 def page(results: Path) -> list[str]:
@@ -104,6 +106,28 @@ def stream_copies(data: Data) -> list[str]:
     }, "")]  # fmt: skip
 
 
+def stream_experts(data: Data) -> list[str]:
+    """Experts of a mixture copied as they are multiplied, by how many have rows."""
+    rows = [row | {"of_copy": row["ms"]["restarted"] / row["ms"]["copy"]} for row in data["rows"]]
+
+    def where(is_kept: Callable[[Row], bool]) -> str:
+        """With how many active experts a goal is kept in all rows."""
+        counts = dict.fromkeys(row["active"] for row in rows)
+        kept = [str(one) for one in counts if all(is_kept(row) for row in rows if row["active"] == one)]
+        return f"with {' and '.join(kept)} active experts" if kept else "with no number of experts"
+
+    floor = where(lambda row: row["of_larger"]["restarted"] <= OF_LARGER)
+    faster = where(lambda row: row["of_by_hand"]["restarted"] >= OF_BY_HAND)
+    by_hand = [row["of_larger"]["by hand"] for row in rows]
+    ways = of("ms", ("copy", "multiply", "by hand", "restarted", "streamed"), ".2f", ", ms")
+    goals = {"times": OF_LARGER, "floor": floor, "gain": OF_BY_HAND, "faster": faster}
+    figures = {**goals, "low": min(by_hand), "high": max(by_hand)}
+    return [NOTES.of(data, "stream_experts", **figures), *incomplete(data), columns(rows, {
+        "active experts": "{active}", "rows": "{rows}", **ways, "restarted / copy": "{of_copy:.3f}",
+        "by hand / restarted": "{of_by_hand[restarted]:.3f}", "by hand / streamed": "{of_by_hand[streamed]:.3f}",
+    })]  # fmt: skip
+
+
 def order(data: Data) -> list[str]:
     """What a signal announced, as TMA read it, with and without the fences of invariant 7."""
     rows = [row for row in data["rows"] if row["section"] == "order"]
@@ -138,9 +162,9 @@ def polling(data: Data) -> list[str]:
 
 SECTIONS = {
     "stream": stream, "host_to_device": host_to_device, "chunk_cost": chunk_cost, "stream_copies": stream_copies,
-    "order": order, "polling": polling,
+    "stream_experts": stream_experts, "order": order, "polling": polling,
 }  # fmt: skip
-OWN_RECORDS = ("stream", "stream_copies", "host_to_device", "chunk_cost")
+OWN_RECORDS = ("stream", "stream_copies", "stream_experts", "host_to_device", "chunk_cost")
 
 
 def timeline(launch: LaunchTrace, record: str, picture: str) -> str:

@@ -85,6 +85,10 @@ BY_HAND = {
     "shape": "s", "chunks": [8, 1], "ms": dict(zip(WAYS, (3.5, 3.9, 3.6, 3.8, 3.7, 3.9, 4.0, 3.6, 3.7), strict=True)),
     "gpu_ms": dict(zip(WAYS, (3.5, 3.4, 3.4, 3.8, 3.6, 3.75, 3.7, 3.5, 3.6), strict=True)),
 }  # fmt: skip
+EXPERTS = {
+    "active": 8, "rows": 100, "ms": {"copy": 5.0, "multiply": 0.2, "by hand": 6.0, "restarted": 5.2, "streamed": 5.5},
+    "of_larger": {"restarted": 1.04, "by hand": 1.2}, "of_by_hand": {"restarted": 1.14, "streamed": 1.09},
+}  # fmt: skip
 LISTS = {"name": "lists, causal", "tflops": {"packed": 500.0}, "lengths": [1000, 3000]}
 ORDER = {
     "section": "order", "producer": "worker", "way": "x", "rounds": 10000, "wrong_rounds": 1234, "wrong_elements": 5,
@@ -104,6 +108,9 @@ POLLING = {
         (arrival.host_to_device, BY_HAND, {"missing": [], "folder": "h100"}, "| s | 1.026 : 0.987 |"),
         (arrival.host_to_device, BY_HAND, {"missing": [], "folder": "h100"}, "| 3.77 : 3.67 | +132 : +85 |"),
         (arrival.host_to_device, BY_HAND, {"missing": [], "folder": "h100"}, "| s | 8 | 3.50 : 3.50 | 3.90 : 3.40 |"),
+        (arrival.stream_experts, EXPERTS, {}, "the longer of copy and multiply with 8 active experts, and is 1.15 x"),
+        (arrival.stream_experts, EXPERTS, {}, "by hand with no number of experts. By hand takes 1.200 to 1.200"),
+        (arrival.stream_experts, EXPERTS, {}, "| 8 | 100 | 5.00 | 0.20 | 6.00 | 5.20 | 5.50 | 1.040 | 1.140 | 1.090 |"),
         (reduce_scatter, SUM, {}, "No handshake was measured of this op: the floor is too low by it, and more was"),
         (reduce_scatter, SUM, {}, "No shape is behind"),
         (lost, GEMM | {"plan": "96 workers, 128x128 tiles"}, {"device": "H100"}, "what is known is of 128x96 tiles"),
