@@ -479,5 +479,26 @@ def invariants(rank, world):
         if world > 1:
             with pytest.raises(NotImplementedError, match="adds in an order that depends on the rows"):
                 ts.distributed.matmul_all_reduce(a, b)
-    ts.distributed.matmul_all_reduce(a, b)
+        free = tsd.plan_matmul_all_reduce(a, b, invariant=False)
+    tsd.matmul_all_reduce(a, b)
+    assert not free.promise
+    plans_with_the_promise(shard, a, b, world)
     return True
+
+
+def plans_with_the_promise(shard, a, b, world):
+    """``invariant=`` of a plan is the block around it."""
+    for plan, rows in ((tsd.plan_all_gather_matmul, shard), (tsd.plan_matmul_reduce_scatter, a)):
+        asked, free = plan(rows, b, invariant=True), plan(rows, b)
+        with ts.invariant():
+            assert plan(rows, b) == asked
+            assert plan(rows, b, invariant=False) == free
+        assert asked.promise
+        assert not free.promise
+        assert "the same bits for each row, whatever is beside it" in asked.explain()
+        with pytest.raises(TypeError, match="invariant=1; it must be True, False, or None"):
+            plan(rows, b, invariant=1)
+    if world > 1:
+        with pytest.raises(NotImplementedError, match="adds in an order that depends on the rows"):
+            tsd.plan_matmul_all_reduce(a, b, invariant=True)
+    assert not tsd.plan_matmul_all_reduce(a, b).fused

@@ -207,14 +207,14 @@ def group(rank=0, unreachable="", capture=0, agreed=()):
     )  # fmt: skip
 
 
-def planned(patch, op, form="fused", unreachable="", rank=0, state=None, rows=4096, deadline=None):
+def planned(patch, op, form="fused", unreachable="", rank=0, state=None, rows=4096, deadline=None, **more):
     """A plan of two ranks that reach each other, or do not; as on GPUs. ``state``: of earlier plans."""
     reached = ("collective", (planner.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
     patch.setattr(planner, "_transport", lambda state, x, last: reached)
     patch.setattr(planner, "_device_class", lambda device: "sm_90")
     state = state or group(rank, unreachable)
     a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
-    request = Request(op, a, [b], [None], ["none"], None, [None], form=form, deadline=deadline)
+    request = Request(op, a, [b], [None], ["none"], None, [None], form=form, deadline=deadline, **more)
     return make_plan(state, request, (rows, 8192), 8192, {"a": "rows"})
 
 
@@ -458,6 +458,26 @@ def test_a_promise_of_equal_bits_is_not_broken_by_a_capture(monkeypatch, count, 
     count(text)
     with invariant(), pytest.raises(NotImplementedError, match=r"not fused .*call it once before the capture"):
         planned(monkeypatch, "matmul_reduce_scatter", state=group(capture=1))
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_plans_promise_says_what_it_costs(monkeypatch, op):
+    decide = planner.decide
+    monkeypatch.setattr(planner, "decide", lambda case, form: decide(case, "unfused" if form == "auto" else form))
+    state = group()
+    asked, free = (planned(monkeypatch, op, "auto", state=state, rows=1, invariant=of) for of in (True, None))
+    with invariant():
+        assert planned(monkeypatch, op, "auto", state=state, rows=1) == asked
+        assert planned(monkeypatch, op, "auto", state=state, rows=1, invariant=False) == free
+    assert not free.fused
+    assert "promise" not in free.explain()
+    text, sums = asked.explain(), op != "all_gather_matmul"
+    assert asked.fused == sums
+    assert "promise   the same bits for each row" in text
+    assert ("then in the order of the ranks" in text) == sums
+    assert ("why       tilestream.invariant: a fused sum is added in the order of the ranks" in text) == sums
+    cost = f"the form: unfused without it ({free.refused[0].why})" if sums else "nothing beside the matmul's own"
+    assert f"costs     {cost}" in text
 
 
 def test_ranks_that_count_otherwise_differ(monkeypatch, count):

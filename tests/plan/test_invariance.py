@@ -72,9 +72,9 @@ def test_what_would_add_otherwise_is_refused(how, why):
 
 
 def test_only_true_false_and_none():
-    for function in (ts.plan, ts.attention_plan):
+    for function, count in ((ts.plan, 3), (ts.attention_plan, 2), (ts.grouped_plan, 4)):
         with pytest.raises(TypeError, match="invariant=1; it must be True, False, or None"):
-            function(64, 64, **({"k": 64} if function is ts.plan else {}), invariant=1)
+            function(*[64] * count, invariant=1)
 
 
 def test_the_context_asks_and_an_argument_overrides():
@@ -118,6 +118,13 @@ def test_groups_of_all_lengths_are_added_in_one_order(how, promoted):
     assert len({plan.block for plan in kept}) > 1, "else they could not differ"
     assert all("the same bits for each row" in plan.explain() for plan in kept)
     assert not any(plan.promise for plan in made)
+    asked = [
+        ts.grouped_plan(m, 1024, 2048, groups, device="h100", invariant=True, **how)
+        for m in (16, 300, 4096, 65536) for groups in (1, 8, 64)
+    ]  # fmt: skip
+    assert asked == kept
+    with ts.invariant():
+        assert ts.grouped_plan(16, 1024, 2048, 1, device="h100", invariant=False, **how) == made[0]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +139,8 @@ def test_groups_of_all_lengths_are_added_in_one_order(how, promoted):
     ],
 )
 def test_groups_that_may_be_added_otherwise_are_refused(how, why):
+    with pytest.raises(NotImplementedError, match=why):
+        ts.grouped_plan(4096, 1024, 2048, 8, **{"device": "h100", "invariant": True} | how)
     with ts.invariant(), pytest.raises(NotImplementedError, match=why):
         ts.grouped_plan(4096, 1024, 2048, 8, **{"device": "h100"} | how)
 

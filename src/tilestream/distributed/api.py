@@ -34,6 +34,7 @@ from tilestream.distributed.request import (
 )
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import untracked
+from tilestream.plan.limit import is_invariant, promising
 
 
 def all_gather_matmul(
@@ -142,9 +143,14 @@ def plan_all_gather_matmul(
     group: Group = None,
     scale_a: torch.Tensor | None = None,
     form: Form = "auto",
+    invariant: bool | None = None,
 ) -> DistributedPlan:
-    """The plan of an `all_gather_matmul`, without sending anything. ``print(plan.explain())`` states the reasons."""
+    """The plan of an `all_gather_matmul`, without sending anything. ``print(plan.explain())`` states the reasons.
+
+    ``invariant``: see `tilestream.plan`.
+    """
     request = check_request(GATHER, a_shard, b, dim=gather_dim, scale_a=scale_a, form=form)
+    request = _promising(request, invariant)
     return _over_nodes(request, group, lambda state, nodes, step: all_gather.plan_of(state, step))
 
 
@@ -228,9 +234,13 @@ def plan_matmul_reduce_scatter(
     scatter_dim: int = 0,
     group: Group = None,
     form: Form = "auto",
+    invariant: bool | None = None,
 ) -> DistributedPlan:
-    """The plan of a `matmul_reduce_scatter`, without sending anything. ``print(plan.explain())`` states the reasons."""
-    request = check_request(REDUCE_SCATTER, a, b, dim=scatter_dim, form=form)
+    """The plan of a `matmul_reduce_scatter`, without sending anything. ``print(plan.explain())`` states the reasons.
+
+    ``invariant``: see `tilestream.plan`; such a sum is fused, or `NotImplementedError` is raised.
+    """
+    request = _promising(check_request(REDUCE_SCATTER, a, b, dim=scatter_dim, form=form), invariant)
     reduce_scatter.travel_dtype(request)
 
     def of_node(state: GroupState, nodes: int, step: Request) -> DistributedPlan:
@@ -313,12 +323,20 @@ def matmul_all_reduce(
 
 
 def plan_matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, *, group: Group = None, form: Form = "auto"
+    a: torch.Tensor, b: torch.Tensor, *, group: Group = None, form: Form = "auto", invariant: bool | None = None
 ) -> DistributedPlan:
-    """The plan of a `matmul_all_reduce`, without sending anything. ``print(plan.explain())`` states the reasons."""
-    request = check_request(ALL_REDUCE, a, b, form=form)
+    """The plan of a `matmul_all_reduce`, without sending anything. ``print(plan.explain())`` states the reasons.
+
+    ``invariant``: see `plan_matmul_reduce_scatter`.
+    """
+    request = _promising(check_request(ALL_REDUCE, a, b, form=form), invariant)
     reduce_scatter.travel_dtype(request)
     return _over_nodes(request, group, lambda state, nodes, step: all_reduce.plan_of(state, step, nodes))
+
+
+def _promising(request: Request, invariant: bool | None) -> Request:
+    """``request`` with a caller's ``invariant=``."""
+    return request._replace(invariant=is_invariant(promising(invariant)))
 
 
 def _over_nodes(

@@ -13,6 +13,7 @@ from tilestream.core.protocols.replay import form_number
 from tilestream.distributed import nodes
 from tilestream.distributed.dispatch import Case, Decision
 from tilestream.plan.candidate import Refusal
+from tilestream.plan.explain import promise_lines
 
 #: `Way` in words.
 _WAYS: Mapping[Way, str] = {
@@ -29,6 +30,8 @@ _OVERLAP, _ONE_SHOT = "transfer and matmul overlap", "in one shot: each rank rea
 _SEQUENTIAL = "one after the other"
 #: The matmul of an unfused all-reduce in words, if it is torch's.
 _LIBRARY = "torch's, of operands of one dtype without scales: measured to be the faster one for this shape class"
+#: The order in which a call adds under `tilestream.invariant`, in words.
+_AS_ON_ONE_RANK, _IN_RANK_ORDER = "added as on one rank", "each rank's as on one rank, then in the order of the ranks"
 #: Fields that each node decides by itself, from its GPUs' capabilities. Nodes do not compare them.
 _OF_A_NODE = ("form", "chunks", "way", "counted")
 #: The carrier of the data: messages of gloo; copy engines over symmetric memory; a collective of any backend.
@@ -94,6 +97,8 @@ class DistributedPlan(AgreedPlan):
         (`tilestream.distributed.counting`).
     nodes
         The number of nodes. Each step of the call handles the rows of one node; ``case`` is that of one node's ranks.
+    promise
+        The cost of `tilestream.invariant` in words; empty without it.
     """
 
     case: Case
@@ -105,6 +110,7 @@ class DistributedPlan(AgreedPlan):
     counted: bool = False
     first: DistributedPlan | None = None
     nodes: int = 1
+    promise: str = ""
 
     @property
     def op(self) -> str:
@@ -143,6 +149,8 @@ class DistributedPlan(AgreedPlan):
             lines.append(("in graphs", "fused, counted by the device; so is the first eager call of its kind"))
         if not self.fused and self.decision.library:
             lines[2:2] = [("matmul", _LIBRARY)]
+        gathers = case.op == "all_gather_matmul"
+        lines += promise_lines(self.promise, _AS_ON_ONE_RANK if gathers else _IN_RANK_ORDER)
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
         if self.nodes > 1:
             lines += nodes.explain(self.nodes, case)

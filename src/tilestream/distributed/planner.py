@@ -17,7 +17,6 @@ from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.distributed.symmetric import connect, why_not
 from tilestream.plan.candidate import Refusal
-from tilestream.plan.limit import is_invariant, limit
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime.properties import cuda_properties
 
@@ -56,7 +55,7 @@ def make_plan(
     x, n = request.a, sum(b.shape[-1] for b in request.bs)
     key = (
         request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()),
-        state.capture(x), counting(), state.unreachable, on_trial(), unfused, is_invariant(limit()),
+        state.capture(x), counting(), state.unreachable, on_trial(), unfused, request.promises,
         request.deadline is None,
     )  # fmt: skip
     found = state.plans.get(key)
@@ -65,10 +64,12 @@ def make_plan(
             state.plans.clear()
         counted = counting() == "all" or (counting() == "captured" and state.capture(x) > 0)
         of_call = state, request, shard, n, k, agreed, unfused, unmeasured
-        found = _make(*of_call, counted)
+        found = _make(*of_call, counted, request.promises)
         if counting() == "captured" and not counted and on_trial() is None:
-            first = _make(*of_call, True)
+            first = _make(*of_call, True, request.promises)
             found = replace(found, first=first if first.counted and first.fused else None)
+        if request.promises:
+            found = replace(found, promise=_cost(found, _make(*of_call, counted, False)))
         state.plans[key] = found
     return found
 
@@ -99,16 +100,18 @@ def connected_plan(
 
 def _make(
     state: GroupState, request: Request, shard: tuple[int, ...], n: int, k: int, agreed: Mapping[str, object],
-    unfused: str, unmeasured: str, counted: bool,
+    unfused: str, unmeasured: str, counted: bool, promises: bool,
 ) -> DistributedPlan:  # fmt: skip
-    """See `make_plan`. ``counted``: whether the device counts the call, if it is fused."""
+    """See `make_plan`. ``counted``: whether the device counts the call, if it is fused; ``promises``: see `Request`."""
     op, x, dim, form = request.op, request.a, request.dim, request.form
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, state.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
-    promises = op != GATHER and state.world > 1 and is_invariant(limit())
+    promises = promises and op != GATHER and state.world > 1
     if promises and form == "auto":
         form = "fused"  # this form adds in the order of the ranks, for any cut of the rows
     decision = decide(case, form)
+    if form != request.form:
+        decision = replace(decision, why="tilestream.invariant: a fused sum is added in the order of the ranks")
     # A deadline bounds the wait of a fused call alone. A replay has no host's part; nor has the form of the first eager
     # call, which makes what a capture needs.
     if form == "auto" and request.deadline is None and on_trial() is None and not counted:
@@ -156,6 +159,13 @@ def _make(
             raise _adds_in_another_order(state, request, UNPREPARED)
         return replace(plan, transport="collective", refused=(Refusal("fused", UNPREPARED),))
     return plan
+
+
+def _cost(plan: DistributedPlan, free: DistributedPlan) -> str:
+    """What a promise of equal bits costs a plan across ranks, in words; ``free``: the plan without it."""
+    if plan.fused == free.fused:
+        return "nothing beside the matmul's own: the form is the same without it"
+    return f"the form: unfused without it ({free.refused[0].why})"
 
 
 def _adds_in_another_order(state: GroupState, request: Request, why: str) -> NotImplementedError:

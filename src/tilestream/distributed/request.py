@@ -69,6 +69,12 @@ class Request(NamedTuple):
     return_a: bool = False  # whether a gather returns the gathered ``a``
     form: Form = "auto"
     deadline: float | None = None  # seconds; None: the group's own timeout
+    invariant: bool | None = None  # of a plan: `tilestream.invariant` as the caller says; None: as the context says
+
+    @property
+    def promises(self) -> bool:
+        """Whether the call has the promise of `tilestream.invariant`."""
+        return is_invariant(limit()) if self.invariant is None else self.invariant
 
     @property
     def b(self) -> torch.Tensor:
@@ -101,7 +107,7 @@ class Request(NamedTuple):
             self.op, _layout(a), tuple(map(_layout, self.bs)), tuple(map(_layout, self.biases)),
             tuple(self.activations), _layout(self.scale_a), tuple(map(_layout, self.scales_b)), self.dim,
             self.reduce_op, self.out_dtype, self.fast_accum, self.return_a, self.form, self.deadline is None,
-            on_trial(), state.unreachable, is_invariant(limit()), state.capture(a),
+            on_trial(), state.unreachable, self.promises, state.capture(a),
         )  # fmt: skip
 
     @property

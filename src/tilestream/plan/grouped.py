@@ -25,7 +25,7 @@ from tilestream.plan.additions import COMPARED, MMA, Additions, additions
 from tilestream.plan.api import check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
-from tilestream.plan.limit import is_invariant, limit, workers_in, workers_of
+from tilestream.plan.limit import is_invariant, promising, workers_in, workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.planner import fast_or_portable
 from tilestream.plan.policy import cpu, hopper, portable
@@ -76,6 +76,7 @@ def grouped_plan(
     sources: int | None = None,
     capacity: int | None = None,
     arrives: bool = False,
+    invariant: bool | None = None,
 ) -> Plan:
     """The plan of `tilestream.grouped_mm` for ``groups`` groups and contiguous operands.
 
@@ -105,6 +106,8 @@ def grouped_plan(
         has: what all sources bring if each divides its rows among as many ranks.
     arrives
         Whether rows by source arrive; else all are there.
+    invariant
+        See `tilestream.plan`. A row then has the bits of `tilestream.mm` with its group's matrix.
 
     Returns
     -------
@@ -146,7 +149,7 @@ def grouped_plan(
     )  # fmt: skip
     asked = Asked(
         workers, schedule, tile, device=properties, default_workers=default_workers(properties), backend=backend,
-        limit=limit(),
+        limit=promising(invariant),
     )  # fmt: skip
     return plan_groups(problem, *check_forced(asked, device))
 
