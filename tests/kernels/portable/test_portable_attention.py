@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import key_order
+import numpy as np
 import pytest
 import torch
 from attention_operands import prepared
 from interpreted import DEVICE, Words, captured, recorded
 
 from attention_maths import FEATURES, MIXES, Case
+from mutants.engine import at, mutated, replace
 from tilestream.arrival.flat import Awaited
 from tilestream.core.chunks import Chunks
 from tilestream.core.error_record import op_number
@@ -109,6 +113,45 @@ def test_what_lies_behind_a_heads_columns_is_not_read():
     made.operands = made.operands._replace(q=q, k=k, v=v)
     made.launch = type(made.launch)(made.plan, layout_of(made.operands))
     made.run().check()
+
+
+@pytest.fixture
+def _exact(monkeypatch):
+    """The interpreter's products are exact, and rounded once."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    def product(self, a, b, d, *more, dot=Builder.create_dot):
+        made = dot(self, a, b, d, *more)
+        made.data = (a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data).astype(np.float32)
+        return made
+
+    monkeypatch.setattr(Builder, "create_dot", product)
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("features", ["full", "causal", "window"])
+def test_keys_are_taken_in_the_order_that_the_plan_says(features, arrives, monkeypatch):
+    from tilestream.kernels.portable import attention as text
+
+    monkeypatch.setitem(FEATURES, "window", {"window": (60, 3)})
+    chunks = Chunks.uniform(100, 20) if arrives else None
+    launched = Launched(Case((17,), (100,), features=features, dtype=torch.float16), chunks=chunks)
+    order, case = launched.plan.key_order, key_order.prepare(launched.given)
+    assert (order.block, order.downwards, order.shares) == (16, False, 1)
+
+    def made() -> np.ndarray:
+        launched.run(Words(chunks.count).arrive() if arrives else None)
+        return launched.out.double().numpy()[None]
+
+    found = made()
+    assert np.array_equal(found, key_order.outputs(case, order))
+    for other in (dataclasses.replace(order, downwards=True), dataclasses.replace(order, block=32)):
+        assert not np.array_equal(found, key_order.outputs(case, other))
+    last_first = replace("start = block * C.BLOCK", "start = (begin + end - 1 - block) * C.BLOCK")
+    at_blocks = f"{text.__name__}:add_blocks"
+    monkeypatch.setattr(text, "add_blocks", mutated(at_blocks, at(at_blocks, last_first)))
+    assert not np.array_equal(made(), key_order.outputs(case, order)), "another text is seen"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
