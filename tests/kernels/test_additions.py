@@ -20,9 +20,15 @@ from texts import bind, jitted_of
 import tilestream as ts
 from mutants.engine import at, replace
 from tilestream.core import ring as ring_rules
-from tilestream.core.structs import Place
+from tilestream.core.structs import Item, Matrix, Place, Span
+from tilestream.kernels.device import items as items_text
+from tilestream.kernels.hopper import grouped as grouped_text
+from tilestream.kernels.hopper import load as load_text
 from tilestream.kernels.hopper import multiply as multiply_text
+from tilestream.kernels.hopper.epilogue import BEYOND
 from tilestream.kernels.portable import gemm as portable_text
+from tilestream.kernels.portable import grouped as grouped_portable_text
+from tilestream.kernels.portable import one_tile as one_tile_text
 from tilestream.plan.additions import MMA, Additions, cuts_of
 from tilestream.plan.policy.hopper import TILES, rs_tail, widths
 from tilestream.plan.policy.portable import TILES as PORTABLE
@@ -43,12 +49,14 @@ class Ring:
 
     def __init__(self) -> None:
         self.step, self.held = 0, {}
+        #: Of what K each step is; None: of its own number.
+        self.loaded: list[int] | None = None
         self.full = SimpleNamespace(index=lambda stage: stage)
         self.empty = SimpleNamespace(index=lambda stage: stage)
         self.x = SimpleNamespace(index=lambda at: Operand(self, at), dtype=SimpleNamespace(primitive_bitwidth=16))
 
     def wait(self, stage: int, _: int) -> None:
-        self.held[stage] = self.step
+        self.held[stage] = self.step if self.loaded is None else self.loaded[self.step]
         self.step += 1
 
 
@@ -65,9 +73,12 @@ class Operand:
         return self
 
 
-def by_text(name: str, parts: tuple[int, ...], steps: int, edits: tuple[Any, ...] = ()) -> list[Sum]:
-    """What each part of a tile is the sum of, after a K loop of Hopper's."""
+def by_text(
+    name: str, parts: tuple[int, ...], steps: int, edits: tuple[Any, ...] = (), loaded: list[int] | None = None
+) -> list[Sum]:
+    """What each part of a tile is the sum of, after a K loop of Hopper's. ``loaded``: see `Ring`."""
     ring = Ring()
+    ring.loaded = loaded
     ring.y = [ring.x] * len(parts)
 
     def mma(x: Operand, y: Operand, acc: Sum, *, is_async: bool, use_acc: bool) -> Sum:
@@ -132,8 +143,81 @@ def test_another_text_would_be_seen():
     assert by_text("multiply", (128,), 16, edits) != [want]
 
 
-def portable_sum(k: int, block_k: int, promoted: bool) -> Sum:
-    """What the portable kernel's loop adds: K indices of each of its products."""
+def loads_of_group(along: str, span: Span, steps: int, block_k: int, edits: tuple[Any, ...] = ()) -> list[int]:
+    """Of what K the stages are that the Hopper grouped kernel's load warp fills for an item: x's, and y's."""
+    found: dict[str, list[int]] = {"x": [], "y": []}
+
+    def tma_load(name: str, at: list[int], *_: object) -> None:
+        # Groups of K: a box's place in a map that ends behind the group.
+        found[name].append(at[-1] if along == "rows" else at[2] - BEYOND.value + span.end)
+
+    names: dict[str, Any] = {
+        "gl": SimpleNamespace(static_range=range, constexpr=None), "tl": SimpleNamespace(maximum=max), "range": range,
+        "len": len, "mbarrier": SimpleNamespace(wait=lambda *_: None, expect=lambda *_: None), "tma_load": tma_load,
+        "viewed": lambda buffer, _: buffer, "start_of": lambda *_: 0, "BEYOND": BEYOND.value, "step": ring_rules.step,
+        "Place": Place, "Source": load_text.Source, "Item": Item, "with_steps": items_text.with_steps.fn,
+    }  # fmt: skip
+    bind(names, jitted_of(grouped_text, load_text), edits)
+    config = SimpleNamespace(
+        ALONG=along, ROWS=128, COLUMNS=128, BLOCK_M=128, BLOCK_N=128, BLOCK_K=block_k, HALVES=1, HALF_ROWS=64,
+        WIDTHS=(128,), STAGES=STAGES, SWAP_AB=False, TWO_HALVES=False, X_K_MAJOR=True, Y_K_MAJOR=True, BATCHED=True,
+        LOCAL_ROWS=False, CTAS=1,
+    )  # fmt: skip
+    stages = SimpleNamespace(index=lambda at: at)
+    ring = SimpleNamespace(x=stages, y=[stages], full=stages, empty=stages)
+    size = SimpleNamespace(primitive_bitwidth=16)
+    loads = SimpleNamespace(x=Map("x", size), y=[Map("y", size)], x_batched=0, y_batched=1, half=0)
+    item, place = Item(0, 1, 2, 0, steps, 0, 1, 0, 0), Place(0, 0)
+    early = max(0, steps - 2)  # where the load warp prefetches a ticket
+    for begin, end in ((0, early), (early, steps)):
+        place = names["load_group_steps"](item, span, loads, ring, place, begin, end, config)
+    assert found["x"] == found["y"], "both operands are of one K step"
+    return found["x"]
+
+
+class Map(str):
+    """A tensor map, by its name."""
+
+    __slots__ = ("dtype",)
+
+    def __new__(cls, name: str, dtype: Any) -> Map:
+        made = super().__new__(cls, name)
+        made.dtype = dtype
+        return made
+
+
+GROUPS = {"rows": Span(1, 100, 1100), "k": Span(1, 100, 1108)}
+
+
+@pytest.mark.parametrize(("along", "dtype"), [("rows", "bfloat16"), ("rows", "float8_e4m3fn"), ("k", "bfloat16")])
+def test_hopper_adds_each_group_as_its_plan_says(along, dtype):
+    span, k = GROUPS[along], 1008
+    for tile in ((128, 128), (64, 256), (256, 128)):
+        how = {"along": along, "dtype": dtype, "device": "h100", "tile": tile}
+        plan = ts.grouped_plan(4096, 512, k if along == "rows" else 4 * k, 4, **how)
+        assert plan.backend == "hopper"
+        block_k, first = plan.block[2], 0 if along == "rows" else span.begin
+        steps = -(-k // block_k)
+        loaded = loads_of_group(along, span, steps, block_k)
+        runs = by_text("multiply", (128,), steps, loaded=loaded)
+        want = stated(plan.additions, k, block_k)
+        assert runs == [Sum(tuple(first + block_k * step for step in run) for run in want)], plan.label
+
+
+@pytest.mark.parametrize(("along", "where"), [("rows", "load:load_steps"), ("k", "grouped:load_k_steps")])
+def test_groups_that_are_loaded_otherwise_would_be_seen(along, where):
+    """Neighbours change places."""
+    edits = at(f"tilestream.kernels.hopper.{where}", replace("k * C.BLOCK_K", "(k ^ 1) * C.BLOCK_K"))
+    span = GROUPS[along]
+    right, wrong = (loads_of_group(along, span, 16, 64, how) for how in ((), edits))
+    assert sorted(wrong) == right != wrong
+    assert by_text("multiply", (128,), 16, loaded=right) != by_text("multiply", (128,), 16, loaded=wrong)
+
+
+def portable_sum(
+    k: int, block_k: int, promoted: bool, text: str = "product", span: Span | None = None, edits: tuple[Any, ...] = ()
+) -> Sum:
+    """What a portable kernel's loop adds: K indices of each of its products."""
     log: list[tuple[int, ...]] = []
 
     def load(at: Any, mask: Any = True, other: float = 0.0) -> Any:
@@ -149,17 +233,25 @@ def portable_sum(k: int, block_k: int, promoted: bool) -> Sum:
         float32=None, int64=None,
     )  # fmt: skip
     names: dict[str, Any] = {"tl": tl, "range": range, "to_tf32": None, "to_float16": None}
-    bind(names, jitted_of(portable_text))
-    batch = SimpleNamespace(to=lambda _: 0)
-    item = SimpleNamespace(pm=0, pn=0, k_begin=0, k_end=-(-k // block_k), batch=batch)
+    names |= {"Matrix": Matrix}
+    bind(names, jitted_of(portable_text, grouped_portable_text, one_tile_text), edits)
+    item = SimpleNamespace(pm=0, pn=0, k_begin=0, k_end=-(-k // block_k), batch=Integer(0))
     config = SimpleNamespace(
         A_KIND="", B_KIND="", BLOCK_M=16, BLOCK_N=16, BLOCK_K=block_k, OFFSETS_64BIT=False, EVEN_K=k % block_k == 0,
         PRECISION="ieee", IMPRECISE=128 if promoted else None, PROMOTED=False, TWO_HALVES=False, SCALES="none",
-        VECTOR=1, K_MAJOR=(True, False),
+        VECTOR=1, K_MAJOR=(True, False), ALONG="k" if span is not None and span.begin else "rows",
     )  # fmt: skip
-    a, b = SimpleNamespace(at=0, batch=0, row=0, column=1), SimpleNamespace(at=0, batch=0, row=1, column=0)
-    names["product"](a, b, item, 64, 64, k, None, config)
+    a, b = Matrix(0, 0, 0, 1), Matrix(0, 0, 1, 0)
+    of_group = () if span is None else (Span(*map(Integer, span)),)
+    names[text](a, b, item, *of_group, 64, 64, k, *([] if text == "tile_product" else [None]), config)
     return Sum(log)
+
+
+class Integer(int):
+    """A number that a kernel widens."""
+
+    def to(self, _: object) -> int:
+        return int(self)
 
 
 @pytest.mark.parametrize("k", [64, 1008, 1024])
@@ -173,6 +265,52 @@ def test_the_portable_kernel_adds_k_upwards(k):
         steps = portable_sum(k, plan.block[2], False)
         assert [i for step in steps for i in step] == list(range(k))
         assert stated(plan.additions, k, plan.block[2]) == Sum((tuple(range(len(steps))),))
+
+
+@pytest.mark.parametrize("k", [64, 1008])
+def test_a_program_of_a_tile_adds_k_upwards(k):
+    """All of a tile's K in one program; shares are in `test_one_tile.py`."""
+    plans = [
+        ts.plan(96, 512, k, dtype=dtype, device="h100", layout="nt", variant="one_tile", schedule="static")
+        for dtype in ("bfloat16", "float16")
+    ]
+    for plan in plans:
+        assert plan.variant == "one_tile"
+        assert plan.additions == Additions(MMA)
+        steps = portable_sum(k, plan.block[2], False, "tile_product")
+        assert [i for step in steps for i in step] == list(range(k))
+        assert stated(plan.additions, k, plan.block[2]) == Sum((tuple(range(len(steps))),))
+
+
+@pytest.mark.parametrize("along", ["rows", "k"])
+def test_the_portable_kernel_adds_each_groups_k_upwards(along):
+    k = 1008
+    span = Span(1, 0, 100) if along == "rows" else Span(1, 100, 100 + k)
+    plan = ts.grouped_plan(
+        4096, 512, k if along == "rows" else 4 * k, 4, along=along, device="h100", backend="portable"
+    )
+    assert plan.additions == Additions(MMA)
+    steps = portable_sum(k, plan.block[2], False, "group_product", span)
+    assert [i for step in steps for i in step] == list(range(span.begin, span.begin + k))
+    assert stated(plan.additions, k, plan.block[2]) == Sum((tuple(range(len(steps))),))
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "span"),
+    [("gemm:product", "product", None), ("one_tile:tile_product", "tile_product", None),
+     ("gemm:product", "group_product", Span(1, 0, 100)), ("gemm:product", "group_product", Span(1, 100, 1124))],
+)  # fmt: skip
+def test_another_portable_text_would_be_seen(module, text, span):
+    """A loop that begins at its last step, and goes down."""
+    downwards = (
+        replace("depth = item.k_begin * C.BLOCK_K + step", "depth = (item.k_end - 1) * C.BLOCK_K + step"),
+        *(replace(f"{at_x} += C.BLOCK_K * {along}", f"{at_x} -= C.BLOCK_K * {along}")
+          for at_x, along in (("at_a", "a.column"), ("at_b", "b.row"))),
+    )  # fmt: skip
+    edits = at(f"tilestream.kernels.portable.{module}", *downwards)
+    right, wrong = (portable_sum(1024, 64, False, text, span, how) for how in ((), edits))
+    assert sorted(wrong) == list(right)
+    assert wrong != right
 
 
 @pytest.mark.parametrize(("tiles", "workers", "shares"), [(3, 2, 0), (5, 4, 0), (5, 4, 3), (7, 3, 2), (4, 2, 0)])
