@@ -2,13 +2,15 @@
 
 A pair is two calls with the same weight, or with the same keys. They differ in how many rows there are and which, where
 the shared ones lie among them, what the others hold (NaN, too), how A lies, in the schedule, in the number of workers,
-in whether rows arrive in chunks, and in whether the call is captured. Of attention the calls are a prefill, a chunk of
-it, a step of decoding, one sequence of a batch or of a packed call, and keys in pages.
+in whether rows arrive in chunks, in whether the call is captured, and in whether another kernel holds SMs beside it. Of
+attention the calls are a prefill, a chunk of it, a step of decoding, one sequence of a batch or of a packed call, and
+keys in pages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -27,6 +29,8 @@ import torch
 import tilestream as ts
 from benchmarks.core.paths import command
 from benchmarks.core.session import Session
+from tilestream.runtime.properties import cuda_properties
+from tilestream_tools.sweep.contention import Neighbour
 
 RECORD = "invariance_pairs"
 #: Calls that share rows: many, as most of the time goes into the kernels of the first.
@@ -44,7 +48,7 @@ EPILOGUES = ("none", "none", "none", "bias, gelu", "residual", "scales")
 #: How A lies: beside others' columns, behind an odd address, transposed.
 LAYOUTS = ("plain", "plain", "plain", "padded", "odd", "transposed")
 #: How a call is made.
-CALLS = ("auto", "auto", "auto", "static", "dynamic", "workers", "captured", "arriving", "out")
+CALLS = ("auto", "auto", "auto", "static", "dynamic", "workers", "captured", "arriving", "out", "neighbour")
 
 
 class Weight(NamedTuple):
@@ -131,6 +135,8 @@ def _made(how: str, draw: random.Random, call: Callable[..., torch.Tensor], a: t
             return call()
     if how == "captured":
         return captured(lambda: (call(),))[0]
+    if how == "neighbour":
+        return beside_neighbour(draw, lambda: (call(),))[0]
     if how == "arriving":
         count = draw.randrange(1, min(m, 9) + 1)
         size = -(-m // count)
@@ -154,6 +160,38 @@ def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor
     for one in made:
         one.fill_(float("nan"))
     graph.replay()
+    return made
+
+
+class NotHeldError(RuntimeError):
+    """A neighbour did not hold its SMs for the whole of a call, which then counts for nothing."""
+
+
+@functools.cache
+def neighbour() -> Neighbour:
+    """The neighbour of all calls of the process."""
+    return Neighbour(cuda_properties())
+
+
+def beside_neighbour(draw: random.Random, call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """What a call gives while another kernel holds some of the SMs, up to seven of eight.
+
+    Raises
+    ------
+    NotHeldError
+        If they were not held.
+    """
+    taker = neighbour()
+    for _ in range(2):  # beside the neighbour no kernel can be loaded, and no memory taken from the driver
+        call()
+    try:
+        with taker.taking(draw.randrange(1, taker.units * 7 // 8)):
+            made = call()
+            torch.cuda.current_stream().synchronize()
+    except RuntimeError as error:
+        if not str(error).startswith("the neighbour"):
+            raise
+        raise NotHeldError(str(error)) from error
     return made
 
 
@@ -181,7 +219,9 @@ def sequence_of(draw: random.Random) -> Sequence:
 
 
 #: How a sequence is attended to.
-WAYS = ("prefill", "chunk", "few", "decode", "batch", "packed", "pages", "workers", "captured", "arriving")
+WAYS = (
+    "prefill", "chunk", "few", "decode", "batch", "packed", "pages", "workers", "captured", "arriving", "neighbour",
+)  # fmt: skip
 
 
 def attended(s: Sequence, draw: random.Random, seen: Counter[str]) -> tuple[torch.Tensor, int]:
@@ -222,6 +262,8 @@ def attended(s: Sequence, draw: random.Random, seen: Counter[str]) -> tuple[torc
         out, lse = ts.attention(q, k, v, **how, arrival=arrival)
     elif way == "captured":
         out, lse = captured(lambda: ts.attention(q, k, v, **how))
+    elif way == "neighbour":
+        out, lse = beside_neighbour(draw, lambda: ts.attention(q, k, v, **how))
     else:
         out, lse = ts.attention(q, k, v, **how)
     rows = out.shape[1]
@@ -287,7 +329,7 @@ def compare(seed: int, count: int, seconds: float = math.inf, attention: float =
                 state = draw.getstate()
                 try:
                     one = run(shared, draw, seen)
-                except NotImplementedError as error:
+                except (NotImplementedError, NotHeldError) as error:
                     refused.append(f"{seed}/{number}/{call}: {error}"[:200])
                     continue
                 for other in {0, len(made) - 1} if made else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -19,6 +20,20 @@ import tilestream as ts
 from tilestream_tools.sweep.clock import WallClock
 
 
+class Held:
+    """A neighbour without a GPU; ``says``: what it raises when it is left."""
+
+    units, says, taken = 132, "", []
+
+    @contextlib.contextmanager
+    def taking(self, count):
+        assert 0 < count < self.units
+        self.taken.append(count)
+        yield self.units - count
+        if self.says:
+            raise RuntimeError(self.says)
+
+
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
     """The GPU is the CPU, extents are small, and a graph is a call."""
@@ -28,7 +43,9 @@ def _on_the_cpu(monkeypatch):
     uniform = ts.Arrival.uniform
     monkeypatch.setattr(ts.Arrival, "uniform", lambda rows, count, device: uniform(rows, count))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(pairs, "captured", lambda call: call())
+    monkeypatch.setattr(pairs, "neighbour", lambda: Held())
     small = {"MOST_ROWS": 40, "MOST_K": 64, "COLUMNS": (16, 48), "KEYS": (17, 30), "OTHER_KEYS": 9}
     for name, value in small.items():
         monkeypatch.setattr(pairs, name, value)
@@ -60,6 +77,32 @@ def test_each_form_of_attention_is_accepted(way, monkeypatch):
         assert not found.refused
         seen |= {kind for kind in found.seen if kind.startswith(("columns", "window"))}
     assert seen == {"columns 64", "columns 128", "window True", "window False"}
+
+
+@pytest.mark.parametrize("attention", [0.0, 1.0])
+def test_calls_are_made_beside_a_neighbour(attention, monkeypatch):
+    """The call before it is the same, so that nothing is loaded then; what was not held counts for nothing."""
+    monkeypatch.setattr(pairs, "CALLS", ("neighbour",))
+    monkeypatch.setattr(pairs, "WAYS", ("neighbour",))
+    monkeypatch.setattr(Held, "taken", [])
+    calls, name = [], "attention" if attention else "matmul"
+    made = getattr(ts, name)
+    monkeypatch.setattr(pairs, "EPILOGUES", ("none",))
+    monkeypatch.setattr(ts, name, lambda *x, **how: calls.append(len(Held.taken)) or made(*x, **how))
+    found = pairs.compare(0, 1, attention=attention, calls=2)
+    assert found.pairs >= 1
+    assert not found.differing
+    assert len(Held.taken) == 2
+    assert len(set(Held.taken)) == 2, "of other numbers of SMs"
+    assert calls == [0, 0, 1, 1, 1, 2]
+    monkeypatch.setattr(Held, "says", "the neighbour left after its deadline of 30 s")
+    found = pairs.compare(0, 1, 0.3, attention=attention, calls=2)
+    assert found.pairs == 0
+    assert found.refused
+    assert all("the neighbour left" in text for text in found.refused)
+    monkeypatch.setattr(Held, "says", "an illegal memory access")
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        pairs.compare(0, 1, attention=attention, calls=2)
 
 
 def test_a_difference_is_found(monkeypatch):
