@@ -10,6 +10,8 @@ from benchmarks.report.notes import Notes
 from benchmarks.report.tables import columns, geomean, incomplete, of, table
 
 NOTES = Notes("invariance")
+#: Few rows, and what products of so many are to reach of ours without the promise and of cuBLAS.
+FEW_ROWS, LEAST = 128, 0.92
 #: What a product is timed beside, in the order of columns; ours without the promise first.
 BESIDE = ("free", "cublas", "batch_invariant_ops", "vllm", "sgemm-bi")
 
@@ -36,12 +38,26 @@ def cost(data: Data) -> list[str]:
             ["", "shapes", *heads],
             [[kind, str(len(rows)), *(_mean(rows, name) for name in names)] for kind, rows in kinds.items() if rows],
         ),
+        *below(products),
         columns(products, {
             "M x N x K": "{shape}", **of("us", figures, ".1f", ", us"), **of("ratios", names, suffix=" / invariant"),
             "plan": "{plan}",
         }),
         _of_attention([*prefills, *steps]),
     ]  # fmt: skip
+
+
+def below(products: list[Row]) -> list[str]:
+    """The products of few rows that do not reach `LEAST`, by what their plan is without the promise."""
+    said: dict[str, list[str]] = {"splits": [], "same": [], "other": []}
+    for row in products:
+        short = {name: row["ratios"][name] for name in ("free", "cublas") if row["ratios"].get(name, 1.0) < LEAST}
+        if _extents(row)[0] <= FEW_ROWS and short:
+            free = row.get("expected", "")  # what the promise costs in the cost model, and the plan without it
+            why = "splits" if "stream_k" in free else "same" if free.startswith("nothing") else "other"
+            said[why].append(f"{row['shape']} ({', '.join(f'{x:.3f} of {name}' for name, x in short.items())})")
+    found = [NOTES(f"below {why}", rows=", ".join(rows)) for why, rows in said.items() if rows]
+    return [NOTES("below", least=LEAST, most=FEW_ROWS), "\n".join(found)] if found else []
 
 
 def strips(data: Data) -> list[str]:

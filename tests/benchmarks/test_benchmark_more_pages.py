@@ -77,6 +77,25 @@ def test_the_promises_cost_is_by_rows_and_beside_each_peer(tmp_path: Path) -> No
     assert "sgemm-bi" not in text.partition("| product")[2]
 
 
+def test_few_rows_below_the_least_are_named_with_their_reason(tmp_path: Path) -> None:
+    record, _ = promise_records()
+    rows = record["rows"]
+    expected = ("9% by the cost model (stream_k)", "nothing: the plan is the same without it", "2%: static")
+    for one, text in zip(rows[:3], expected, strict=True):
+        one["expected"] = text
+    rows += [rows[0] | {"shape": "128x32x64"}, rows[0] | {"shape": "256x32x64"}]
+    rows += [rows[0] | {"shape": "64x32x64", "ratios": {"free": 0.92, "cublas": 0.92}}]
+    board_records.written(tmp_path, record)
+    parts = invariance.page(tmp_path)
+    split, same, other = parts[parts.index("Below 0.92 with M <= 128:") + 1].splitlines()
+    assert split.startswith("- 16x32x64 (0.900 of free), 128x32x64 (0.900 of free): K is not split under the promise")
+    assert same.startswith("- 16x64x64 (0.400 of free): the promise costs nothing, since the plan without it does not")
+    assert other.startswith("- 1x32x64 (0.700 of cublas): the plan without the promise does not split K")
+    record["rows"] = rows[-1:]
+    board_records.written(tmp_path, record)
+    assert "Below 0.92" not in "\n".join(invariance.page(tmp_path))
+
+
 def test_pairs_that_differ_are_told(tmp_path: Path) -> None:
     board_records.written(tmp_path, *promise_records(("7/0/1: 3 of 5",)))
     text = "\n".join(invariance.page(tmp_path))
