@@ -217,6 +217,39 @@ def test_what_does_not_fit_is_refused(w, ends, error, message):
         ts.stream_experts(w, offsets_of((1, 0, 5, 2)) if ends is None else ends)
 
 
+NESTED = [torch.tensor([1, 1]), torch.tensor([6, 8])]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nested.nested_tensor(NESTED, dtype=torch.int32), "offsets is nested"),
+        (lambda: torch.nested.nested_tensor(NESTED, dtype=torch.int32, layout=torch.jagged), "offsets is nested"),
+        (lambda: torch.tensor([1, 1, 6, 8]).int().to_sparse(), "offsets has layout torch.sparse_coo"),
+    ],
+    ids=["nested", "jagged", "sparse"],
+)
+def test_offsets_that_are_not_dense_are_refused(make, message):
+    offsets, whole = make(), f"stream_experts: {message}; it must be a dense tensor torch.int32 [4]: "
+    with refused(TypeError, whole):
+        ts.stream_experts(weights(), offsets)
+    with ts.stream_experts(weights(), offsets_of((1, 0, 5, 2))) as stream:
+        stream.wait(LONG)
+        with refused(TypeError, whole):
+            stream.restart(offsets)
+        with refused(TypeError, f"grouped_mm: {message}; dense tensors are multiplied"):
+            ts.grouped_mm(rand(8, K), stream, offsets)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_weights_are_refused(layout):
+    w = torch.nested.nested_tensor([torch.ones(8, 6)] * 4, layout=layout)
+    with refused(TypeError, "weights is nested; dense tensors are streamed: torch.stack(weights.unbind())"):
+        ts.stream_experts(w, offsets_of((1, 0, 5, 2)))
+
+
 def test_what_does_not_fit_a_restart_or_a_product_is_refused():
     ends, x = offsets_of((1, 0, 5, 2)), rand(8, K)
     with ts.stream_experts(weights(), ends) as stream:

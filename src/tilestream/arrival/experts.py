@@ -93,7 +93,9 @@ def _check_weights(weights: torch.Tensor) -> bool:
         raise TypeError(f"{_OP}: weights is {kind_of(weights)}; it must be a torch.Tensor [G, K, N]")
     if weights.device.type != "cpu":
         raise ValueError(f"{_OP}: weights is on {weights.device}; what is streamed is on the CPU: weights.cpu()")
-    if weights.layout != torch.strided or weights.is_nested:
+    if weights.is_nested:  # torch has no shape of it to print
+        raise TypeError(f"{_OP}: weights is nested; dense tensors are streamed: torch.stack(weights.unbind())")
+    if weights.layout != torch.strided:
         raise TypeError(f"{_OP}: weights has layout {weights.layout}; dense tensors are streamed: weights.to_dense()")
     if weights.dim() != 3 or 0 in weights.shape:
         raise ValueError(f"{_OP}: weights has shape {list(weights.shape)}; it must be [G, K, N], none of them 0")
@@ -117,6 +119,10 @@ class _Route:
     def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
         """See `Route`."""
         shape, strides, dtype = self._like
+        if isinstance(offsets, torch.Tensor) and (offsets.is_nested or offsets.layout != torch.strided):
+            what = "is nested" if offsets.is_nested else f"has layout {offsets.layout}"
+            dense = "torch.cat(offsets.unbind())" if offsets.is_nested else "offsets.to_dense()"
+            raise TypeError(f"{_OP}: offsets {what}; it must be a dense tensor torch.int32 {list(shape[:1])}: {dense}")
         if not isinstance(offsets, torch.Tensor) or offsets.dtype != torch.int32 or tuple(offsets.shape) != shape[:1]:
             what = (
                 f"{list(offsets.shape)} {offsets.dtype}" if isinstance(offsets, torch.Tensor)

@@ -251,6 +251,8 @@ class Stream:
         ends = None if self._route is None else self._route.ends
         if ends is None or type(offsets) is not torch.Tensor or offsets.device.type != "cpu":
             return
+        if offsets.is_nested or offsets.layout != torch.strided:
+            return  # it has no list of numbers; the op refuses it
         theirs: list[int] = offsets.detach().flatten().tolist()
         brought, wanted = (set(order[:count]) for order, count in map(by_load, (ends, theirs)))
         if len(theirs) == len(ends) and wanted - brought:
