@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,3 +83,16 @@ def test_the_text_lies_in_tritons_cache_by_what_is_in_it(tmp_path, monkeypatch):
         for_pairs(kernels[0].asm["ptx"])
     ]
     assert all(path.endswith(".ptx") for path in paths), "by which Triton knows the stage"
+
+
+@pytest.mark.parametrize("other", ["", "// cut", None], ids=["empty", "other", "longer"])
+def test_a_text_in_the_cache_that_is_another_is_written_anew(other, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = SimpleNamespace(asm={"ptx": PTX.replace("SPACE", "cta")})
+    path, right = Path(rewritten(kernel)["ir_override"]), for_pairs(kernel.asm["ptx"])
+    path.write_text(right + "// more" if other is None else other)
+    assert rewritten(kernel) == {"ir_override": str(path)}
+    assert path.read_text() == right
+    written = path.stat().st_ino
+    rewritten(kernel)
+    assert path.stat().st_ino == written, "what is right is left alone"

@@ -70,7 +70,7 @@ def rewritten(kernel: Any) -> dict[str, str]:
     """The option by which Triton assembles the PTX of `for_pairs` in place of a compiled kernel's own."""
     ptx = for_pairs(kernel.asm["ptx"]).encode()
     path = Path(triton.knobs.cache.dir) / "tilestream" / f"{hashlib.sha256(ptx).hexdigest()[:32]}.ptx"
-    if not path.exists():
+    if not path.is_file() or path.read_bytes() != ptx:  # the name alone does not say that the text is whole
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, ptx)
     return {"ir_override": str(path)}
