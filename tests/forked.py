@@ -14,7 +14,7 @@ import torch
 forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def in_a_child(task: Callable[[], object], seconds: float = 20.0) -> int:
+def in_a_child(task: Callable[[], object], seconds: float = 120.0) -> int:
     """``task`` in a forked child; its exit status: 0 if it returned, 1 if it raised, -1 if it hung and was killed.
 
     The child keeps to one intra-op thread: libgomp's own threads do not survive a fork, torch's matmul hangs there.

@@ -245,9 +245,9 @@ class TestStreamIn:
         b = torch.randn(K, N, device="cuda")
         begin = time.perf_counter()
         with ts.stream_in(blocks(), shape=(M, K), dtype=torch.float32, device="cuda", rows_per_chunk=128) as x:
-            out = ts.matmul(x.tensor, b, arrival=x.arrival)
+            out = ts.matmul(x.tensor, b, arrival=x.arrival, deadline=300)
             torch.cuda.synchronize()
-        assert time.perf_counter() - begin < 5
+        assert time.perf_counter() - begin < 60, "the launch does not wait for its deadline"
         assert out[first:].isnan().all()
         with pytest.raises(OSError, match="the disk is gone"):
             ts.check()

@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from forked import forks, in_a_child
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.gemm import gemm
@@ -83,24 +84,23 @@ def test_two_threads_make_one_driver(monkeypatch):
     assert seen == made * 4
 
 
-@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
+@forks
 def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
     held, end = threading.Event(), threading.Event()
 
     def hold():
         with compiling._making_driver, compiling._making_key:
             held.set()
-            end.wait(300)
+            end.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(300)
-    if not (child := os.fork()):
-        os._exit(0 if compiling._making_driver.acquire(timeout=5) and compiling._making_key.acquire(timeout=5) else 1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    end.set()
-    thread.join()
-    assert status == 0
+    try:
+        assert in_a_child(lambda: (compiling._making_driver.acquire(), compiling._making_key.acquire())) == 0
+    finally:
+        end.set()
+        thread.join()
 
 
 def test_nothing_is_prepared_while_the_interpreter_exits(monkeypatch):

@@ -208,10 +208,8 @@ def test_it_is_stopped_while_it_waits(asked):
     producer = Producer()
     job, _memory = job_of([1, 2], (0xAA,))
     producer.start(job)
-    begin = time.perf_counter()
     producer.stop()
-    assert producer.wait(LONG)
-    assert time.perf_counter() - begin < 10
+    assert producer.wait(LONG), "the event never comes"
     assert producer.outcome()[:2] == (End.STOPPED, 0)
     assert asked.operations == [*LANDS, *failed([0, 1], (0xAA,))]
     asked.forget()
