@@ -35,6 +35,13 @@ def test_cases_are_evenly_spaced():
     assert tiers.kept(cases(8, "f"), tiers.SECONDS * 2) == set()
 
 
+def test_every_fault_is_in_the_quick_tier():
+    (name,) = tiers.WHOLE
+    times, every = json.loads(tiers.TIMES.read_text()), [f"{name}[{number}]" for number in range(35)]
+    assert len(every) * times[name] > tiers.SECONDS, "else no exception is needed"
+    assert tiers.quick(every, times) == set(every)
+
+
 def test_parts_take_about_equally_long():
     times = {f"a.py::{name}": seconds for name, seconds in (("f", 9.0), ("g", 5.0), ("h", 4.0))}
     every = [case for name in "fgh" for case in cases(4, name)]
@@ -59,7 +66,7 @@ def test_tiers_are_joined_by_commas():
 
 
 def test_times_are_of_functions_that_exist():
-    for function in json.loads(tiers.TIMES.read_text()):
+    for function in (*json.loads(tiers.TIMES.read_text()), *tiers.WHOLE):
         file, *_, name = function.split("::")
         assert (ROOT / file).exists(), f"{file} is gone; remove its lines from {tiers.TIMES.name}"
         assert f"def {name}(" in (ROOT / file).read_text(), f"{name} is gone; remove its line from {tiers.TIMES.name}"

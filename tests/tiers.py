@@ -2,7 +2,7 @@
 
 `times.json` has the seconds of each test function that takes longer than `SECONDS` in all. Of such a function the quick
 tier keeps as many cases, evenly spaced, as take `SECONDS`, and none where one case alone takes longer. Functions
-without a time are kept whole. So `make test` takes minutes, however many cases there are, and no case is lost:
+without a time are kept whole, and those of `WHOLE`. So `make test` takes minutes, however many cases there are, and no case is lost:
 `make test TIER=1/2` runs a half of the others, and `make test-all` runs everything.
 
     pytest --tier quick         the quick tier
@@ -28,6 +28,8 @@ import pytest
 
 #: Seconds of a function's cases in the quick tier.
 SECONDS = 1.5
+#: Functions of which the quick tier keeps every case: each is a fault of its own, and none tells of another.
+WHOLE = frozenset({"tests/fault_table/test_fault_table.py::test_a_fault_on_the_cpu"})
 #: What a case without a record is taken to last, for the time that is left.
 OTHERS = 0.02
 #: Seconds between two lines that say how far the run is.
@@ -53,7 +55,8 @@ def quick(cases: Sequence[str], times: dict[str, float]) -> set[str]:
         functions[function_of(case)].append(case)
     found: set[str] = set()
     for function, its in functions.items():
-        found |= kept(its, times[function]) if function in times else set(its)
+        is_cut = function in times and function not in WHOLE
+        found |= kept(its, times[function]) if is_cut else set(its)
     return found
 
 
