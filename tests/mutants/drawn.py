@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -404,7 +404,7 @@ def check_killers(record: dict[str, dict[str, Any]], keys: Iterable[str]) -> lis
 _INTRODUCTION = """\
 # Mutants
 
-<!-- made by `make mutants` (tests/mutants/drawn.py) -->
+<!-- made by `make mutants` (tests/mutants/drawn.py) of record {record} -->
 
 A mutant is this package with one small mistake: a comparison, a bound, an operation, a number, a condition, an
 argument, a statement, an element of a key or a memory order is another, or is not there. Mutants are drawn by a seed,
@@ -413,31 +413,46 @@ see, or one that changes nothing; each has a reason.
 """
 
 
+def counted(record: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The verdicts that count, by key, and the group of each: on a drawn mutant, of its module's text as it is now."""
+    found = ((group, one, record.get(one.key)) for group, one in drawn())
+    return {
+        one.key: (group, row) for group, one, row in found
+        if row is not None and row["how"] != "open" and row["text"] == text_hash(one.module)
+    }  # fmt: skip
+
+
+def record_hash() -> str:
+    """Of the record that a page is made of."""
+    return hashlib.sha1(RECORD.read_bytes()).hexdigest()[:12]
+
+
 def page() -> str:
-    """docs/mutants.md."""
-    record, why = read_record(), reasons()
+    """docs/mutants.md: of the mutants that are drawn of the package as it is now."""
+    record, why = counted(read_record()), reasons()
     of_group: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in record.values():
-        of_group[row["group"]][row["how"]] += 1
-    survivors = [(key, row) for key, row in record.items() if row["how"] == "survived"]
-    by = Counter(row["by"].partition("::")[0] for row in record.values() if row["by"])
+    for group, row in record.values():
+        of_group[group][row["how"]] += 1
+    survivors = [(key, row) for key, (_, row) in sorted(record.items()) if row["how"] == "survived"]
+    by = Counter(row["by"].partition("::")[0] for _, row in record.values() if row["by"])
     total = sum(of_group.values(), Counter())
-    judged, killed = total.total() - total["open"], total["killed"] + total["time"]
+    judged, killed = len(record), total["killed"] + total["time"]
     share = f" ({100 * killed / judged:.0f} %)" if judged else ""
     alike, on_gpus = (sum(why.get(key, "").startswith(word) for key, _ in survivors) for word in (ALIKE, ON_GPUS))
     lines = [
-        *_INTRODUCTION.splitlines(),
+        *_INTRODUCTION.format(record=record_hash()).splitlines(),
         "",
-        f"Drawn: {sum(count for _, count in GROUPS.values())}; judged: {judged}; killed: {killed}{share}. Of the "
-        f"{len(survivors)} survivors {alike} change nothing that can be seen: {killed} of the other {judged - alike} "
-        f"are killed ({100 * killed / max(judged - alike, 1):.0f} %). {on_gpus} are in what runs on a GPU alone.",
+        f"At commit {commit()[:8]}: drawn {len(drawn())}; judged {judged}, since their module changed last; killed "
+        f"{killed}{share}. Of the {len(survivors)} survivors {alike} change nothing that can be seen: {killed} of the "
+        f"other {judged - alike} are killed ({100 * killed / max(judged - alike, 1):.0f} %). {on_gpus} are in what "
+        "runs on a GPU alone.",
         "",
         "| part | drawn | judged | killed | survived |",
         "|---|---|---|---|---|",
     ]
     for group, (_, count) in GROUPS.items():
         found = of_group[group]
-        numbers = count, found.total() - found["open"], found["killed"] + found["time"], found["survived"]
+        numbers = count, found.total(), found["killed"] + found["time"], found["survived"]
         lines.append(f"| {group} | {' | '.join(map(str, numbers))} |")
     lines += ["", "## Survivors", "", "| key | place | mistake | reason |", "|---|---|---|---|"]
     for key, row in survivors:

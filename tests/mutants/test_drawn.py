@@ -148,7 +148,34 @@ def test_every_survivor_has_a_reason_and_no_other_mutant_has():
 
 
 def test_the_page_is_of_this_record():
-    assert drawn.PAGE.read_text(encoding="utf-8") == drawn.page(), "python -m mutants.drawn --page"
+    page = drawn.PAGE.read_text(encoding="utf-8")
+    assert f"of record {drawn.record_hash()} -->" in page, "python -m mutants.drawn --page"
+    assert all(f"| {group} | {count} | " in page for group, (_, count) in drawn.GROUPS.items())
+
+
+def test_the_page_counts_what_is_drawn(monkeypatch):
+    """And of it the verdicts on the text as it is now: none on what is not drawn any more, has changed, or is open."""
+    killed, survivor, changed, still_open, new = drawn.drawn()[:5]
+    old = drawn.Verdict("killed", "a.py::test_old", 1.0)
+
+    def row(group, mutant, how, by="", **other):
+        return drawn.entry(group, mutant, drawn.Verdict(how, by, 1.0)) | other
+
+    record = {
+        killed[1].key: row(*killed, "killed", "a.py::test_a"), survivor[1].key: row(*survivor, "survived"),
+        changed[1].key: row(*changed, "killed", "a.py::test_b", text="before"),
+        still_open[1].key: row(*still_open, "open"), "f" * 12: drawn.entry(*killed, old),
+    }  # fmt: skip
+    monkeypatch.setattr(drawn, "drawn", lambda: [killed, survivor, changed, still_open, new])
+    monkeypatch.setattr(drawn, "read_record", lambda: record)
+    monkeypatch.setattr(drawn, "reasons", lambda: {survivor[1].key: "Changes nothing: so it is."})
+    page = drawn.page()
+    assert "drawn 5; judged 2, since their module changed last; killed 1 (50 %)." in page
+    assert "Of the 1 survivors 1 change nothing that can be seen: 1 of the other 1 are killed (100 %)." in page
+    group, (_, count) = next(iter(drawn.GROUPS.items()))
+    assert f"| {group} | {count} | 2 | 1 | 1 |" in page
+    assert f"| {survivor[1].key} |" in page
+    assert page.endswith("| test file | mutants |\n|---|---|\n| `a.py` | 1 |\n")
 
 
 @pytest.mark.slow
