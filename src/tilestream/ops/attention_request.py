@@ -252,10 +252,10 @@ def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
 
 def _alignment(causal: object) -> tuple[bool, Alignment]:
     """``causal=`` as a flag and the alignment of the diagonal."""
-    if isinstance(causal, bool) or causal == "bottom_right":
-        return bool(causal), "bottom_right"
-    if causal == "top_left":
-        return True, "top_left"
+    if isinstance(causal, bool):
+        return causal, "bottom_right"
+    if is_one_of(causal, ("bottom_right", "top_left")):
+        return True, "top_left" if causal == "top_left" else "bottom_right"
     raise ValueError(
         f"{_OP}: causal={causal!r}; it must be False, True (the same as 'bottom_right'), 'bottom_right' or 'top_left'"
     )
