@@ -2,8 +2,8 @@
 
 `times.json` has the seconds of each test function that takes longer than `SECONDS` in all. Of such a function the quick
 tier keeps as many cases, evenly spaced, as take `SECONDS`, and none where one case alone takes longer. Functions
-without a time are kept whole, and those of `WHOLE`. So `make test` takes minutes, however many cases there are, and no case is lost:
-`make test TIER=1/2` runs a half of the others, and `make test-all` runs everything.
+without a time are kept whole, and those of `WHOLE`. So `make test` takes minutes, however many cases there are, and no
+case is lost: `make test TIER=1/2` runs a half of the others, and `make test-all` runs everything.
 
     pytest --tier quick         the quick tier
     pytest --tier 2/3           the second of three equal parts of what the quick tier leaves out
