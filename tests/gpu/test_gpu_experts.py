@@ -166,7 +166,7 @@ def test_closed_before_the_router_is_done(way):
     ends, is_routed = routed(SIZES[0], cycles, into=ends), torch.cuda.Event()
     is_routed.record()
     stream.restart(ends)
-    out = ts.grouped_mm(a, stream, ends, deadline=300)
+    out = ts.grouped_mm(a, stream, ends, deadline=120)
     begin = time.perf_counter()
     assert stream.close()
     if way is Routed:
@@ -191,7 +191,7 @@ def test_offsets_that_fall_are_raised(way):
         bad = torch.tensor(wrong, dtype=torch.int32).cuda()
         torch.cuda._sleep(SLOW // 10)
         stream.restart(bad)
-        out = ts.grouped_mm(a, stream, bad, deadline=300)
+        out = ts.grouped_mm(a, stream, bad, deadline=120)
         begin = time.perf_counter()
         with pytest.raises(ValueError, match=r"stream_experts: offsets=.* they do not fall"):
             stream.wait()
