@@ -21,11 +21,9 @@ import torch
 import tilestream as ts
 from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.session import Session
-from tilestream.plan import experimental
 from tilestream_tools.sweep.clock import GpuClock
 
-#: Records: of defaults, and of attention that may take values in strips (TILESTREAM_STRIPS=1).
-RECORD, STRIPS = "invariance_cost", "invariance_strips"
+RECORD = "invariance_cost"
 #: Ways of a call that are ours.
 OURS = ("free", "invariant")
 #: Peers that no CUDA graph can hold. A capture that fails leaves torch's generator in capture, and later rows fail.
@@ -206,7 +204,7 @@ def cost(session: Session) -> None:
     """A row for each shape: microseconds, and ratios above 1 where ours with the promise is the faster."""
     compile_ahead("invariance", limit=max(0.6 * session.left, 1), section="_cost")
     clock = GpuClock()
-    record = session.record(STRIPS if experimental.takes("strips") else RECORD, dtype="bfloat16", peers=sorted(peers()))
+    record = session.record(RECORD, dtype="bfloat16", peers=sorted(peers()))
 
     def measure(item: tuple[str, tuple[int, int, int]]) -> dict[str, Any]:
         kind, shape = item

@@ -60,12 +60,6 @@ def below(products: list[Row]) -> list[str]:
     return [NOTES("below", least=LEAST, most=FEW_ROWS), "\n".join(found)] if found else []
 
 
-def strips(data: Data) -> list[str]:
-    """Attention as it is where values may be taken in strips of columns."""
-    prefills, steps = attention(data)
-    return [NOTES.of(data, "strips"), *incomplete(data), _of_attention([*prefills, *steps])]
-
-
 def variants(data: Data) -> list[str]:
     """What kernels of strips take that were tried, and what follows."""
     us, launches = ({row["shape"]: row[key] for row in data["rows"]} for key in ("us", "launches_us"))
@@ -127,4 +121,4 @@ def _mean(rows: list[Row], name: str) -> str:
     return f"{geomean(ratios):.3f} ({min(ratios):.3f})" if ratios else "-"
 
 
-SECTIONS: dict[str, Callable[[Data], list[str]]] = {"cost": cost, "strips": strips, "pairs": pairs}
+SECTIONS: dict[str, Callable[[Data], list[str]]] = {"cost": cost, "pairs": pairs}

@@ -20,9 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.invariance.pairs import captured, compare, in_pages
 
 import tilestream as ts
-from tilestream.launch.cache import launch_cache
-from tilestream.plan import experimental
-from tilestream.plan.attention_planner import plan_attention
 
 PAIRS = int(os.environ.get("INVARIANT_PAIRS", "300"))
 
@@ -115,20 +112,9 @@ STRIPS = {
 }
 
 
-@pytest.fixture
-def strips(monkeypatch):
-    """Values are taken in strips, where the cost model expects that to be faster."""
-    monkeypatch.delitem(experimental.KERNELS, "strips", raising=False)
-    plan_attention.cache_clear()
-    launch_cache.clear()
-    yield
-    plan_attention.cache_clear()
-    launch_cache.clear()
-
-
 @pytest.mark.parametrize("name", STRIPS)
 @pytest.mark.parametrize("page", [0, 16, 128])
-def test_values_in_strips_have_the_unsplit_bits(name, page, strips):
+def test_values_in_strips_have_the_unsplit_bits(name, page):
     """And the prompt's last rows, which the Hopper kernel computes in tiles of 128 rows."""
     (batch, queries, keys), how = STRIPS[name]
     how = {"columns": 128, "heads": (16, 4), "dtype": torch.bfloat16, "window": None} | how

@@ -11,7 +11,6 @@ import pytest
 import tilestream as ts
 from tilestream.plan import experimental, limit
 from tilestream.plan.additions import MMA, Additions
-from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import hopper_strips
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "invariance_alike.json"
@@ -171,15 +170,6 @@ def test_keys_that_arrive_are_taken_in_the_promised_order(device):
     assert not ts.attention_plan(256, device=device, arrival=arrival).downwards
 
 
-@pytest.fixture
-def strips(monkeypatch):
-    """Strips are taken, as where they have run."""
-    monkeypatch.delitem(experimental.KERNELS, "strips", raising=False)
-    plan_attention.cache_clear()
-    yield
-    plan_attention.cache_clear()
-
-
 def step(batch=1, queries=1, keys=8192, **how):
     """The plan of a decoding step on an H100."""
     given = {"heads_q": 32, "heads_kv": 8, "causal": True, "device": "h100", "invariant": True} | how
@@ -192,7 +182,7 @@ def step(batch=1, queries=1, keys=8192, **how):
      {"dtype": "float16"}, {"device": "h200"}, {"heads_q": 8}],
     ids=str,
 )  # fmt: skip
-def test_a_step_over_many_keys_takes_values_in_strips(how, strips):
+def test_a_step_over_many_keys_takes_values_in_strips(how):
     plan = step(**how)
     prompt = step(**how | {"queries": 4096, "keys": 4096})
     assert plan.strips > 1
@@ -202,23 +192,7 @@ def test_a_step_over_many_keys_takes_values_in_strips(how, strips):
     assert not step(**how, invariant=False).strips
 
 
-def test_strips_are_taken_where_they_are_asked_for(monkeypatch):
-    text = (
-        "values in strips: some of its tests have run on an H200, none failed: taken with TILESTREAM_STRIPS=1 for all"
-    )
-    plan_attention.cache_clear()
-    for value in ("0", "1"):
-        monkeypatch.setenv("TILESTREAM_STRIPS", value)
-        experimental._of_environment.cache_clear()
-        plan_attention.cache_clear()
-        assert (step().strips > 0) == (value == "1")
-        assert (text in step().explain()) == (value == "0")
-        assert "values in strips" not in step(batch=64, keys=4096).explain()
-    experimental._of_environment.cache_clear()
-    plan_attention.cache_clear()
-
-
-def test_strips_are_explained(strips):
+def test_strips_are_explained():
     plan = step()
     assert plan.label == "hopper strips, 16 query rows of 4 heads x 128 keys, values in 8 strips of 16 columns"
     text = plan.explain()
@@ -234,7 +208,7 @@ def test_strips_are_explained(strips):
      {"head_dim_v": 72}, {"arrival": ts.Arrival.uniform(64, 128)}],
     ids=str,
 )  # fmt: skip
-def test_other_steps_do_not(how, strips):
+def test_other_steps_do_not(how):
     assert step(**how).strips == 0
 
 

@@ -87,8 +87,6 @@ def plan_attention(
         if promises:
             found, excluded = _keeping(problem, device, name, found, backend)
             refused += excluded
-            found, excluded = _that_have_run(found)
-            refused += excluded
             if problem.keys is not None and found[0].downwards:
                 refused += (_ALL_KEYS,)
         why = f"least of {len(found)} candidates in the cost model"
@@ -140,16 +138,6 @@ def _keeping(
         way_out = "leave arrival= away, and call when the keys have arrived"
     kept = invariance.keeping(found, orders, promised.key_order, way_out)
     return kept, invariance.refused(orders, promised.key_order)
-
-
-def _that_have_run(found: list[AttentionCandidate]) -> tuple[list[AttentionCandidate], tuple[Refusal, ...]]:
-    """The candidates without strips unless these are asked for, and the refusal of one that the model prefers."""
-    whole = [one for one in found if not one.strips]
-    if experimental.takes("strips") or not whole:
-        return found, ()
-    best, others = min(one.predicted for one in whole), [one for one in found if one.strips]
-    why = experimental.opt_in("strips")
-    return whole, tuple(Refusal("values in strips", why) for one in others if one.predicted < best)
 
 
 def _on_gpu(

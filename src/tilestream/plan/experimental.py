@@ -16,7 +16,6 @@ from typing import NamedTuple
 NOT_RUN = "compiled and checked, not run on a GPU yet"
 #: The same of what has run, and why it is not a default yet.
 UNTIMED = "tested on an H200, its speed is not measured yet"
-SOME_TESTS = "some of its tests have run on an H200, none failed"
 
 
 class Experimental(NamedTuple):
@@ -45,12 +44,6 @@ KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
     "hopper_sources": Experimental(
         "TILESTREAM_HOPPER_SOURCES", "the Hopper kernel of rows by source", "hopper", UNTIMED
-    ),
-    "strips": Experimental(
-        "TILESTREAM_STRIPS",
-        "Hopper attention under tilestream.invariant that takes values in strips of columns",
-        None,
-        SOME_TESTS,
     ),
 }
 

@@ -20,8 +20,6 @@ from tilestream.launch.hopper import attention_strips as launching
 from tilestream.launch.hopper.attention_strips import StripLaunch
 from tilestream.launch.trace import untraced
 from tilestream.ops.attention_gpu import launch_of, layout_of
-from tilestream.plan import experimental
-from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import hopper_strips
 from tilestream.runtime.device_workspace import Words
 from tilestream_tools.warm.ahead import ahead
@@ -109,13 +107,10 @@ def test_a_trace_says_why_it_has_nothing(launched, monkeypatch):
 @pytest.mark.skipif(not compiling._STANDS_IN, reason="this Triton compiles for the GPU that is here alone")
 def test_a_call_compiles_its_three_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delitem(experimental.KERNELS, "strips", raising=False)
-    plan_attention.cache_clear()
     q, k, v = (
         torch.empty(1, rows, heads, 128, dtype=torch.bfloat16, device="meta")
         for rows, heads in ((1, 32), (8192, 8), (8192, 8))
     )
     with ahead(named("h100")), torch.no_grad(), ts.invariant():
         ts.attention(q, k, v, causal=True)
-    plan_attention.cache_clear()
     assert sorted(path.stem for path in tmp_path.glob("*/*.cubin")) == sorted(KERNELS)
