@@ -56,7 +56,9 @@ def below(products: list[Row]) -> list[str]:
             free = row.get("expected", "")  # what the promise costs in the cost model, and the plan without it
             why = "splits" if "stream_k" in free else "same" if free.startswith("nothing") else "other"
             said[why].append(f"{row['shape']} ({', '.join(f'{x:.3f} of {name}' for name, x in short.items())})")
+    others = said.pop("other")
     found = [NOTES(f"below {why}", rows=", ".join(rows)) for why, rows in said.items() if rows]
+    found += [f"- {', '.join(others)}: the plan without the promise does not split K."] if others else []
     return [NOTES("below", least=LEAST, most=FEW_ROWS), "\n".join(found)] if found else []
 
 
