@@ -15,7 +15,7 @@ NOTES = Notes("arrival")
 #: A pause in which no worker polls, as `benchmarks.arrival.signals` has it, which imports Triton.
 ASLEEP = 1_000_000
 #: What copies of experts are to reach: so many times the longer of copy and multiply, and times as fast as by hand.
-OF_LARGER, OF_BY_HAND = 1.05, 1.15
+EXPERTS_OF_LARGER, EXPERTS_OF_BY_HAND = 1.05, 1.15
 
 
 def page(results: Path) -> list[str]:
@@ -116,11 +116,11 @@ def stream_experts(data: Data) -> list[str]:
         kept = [str(one) for one in counts if all(is_kept(row) for row in rows if row["active"] == one)]
         return f"with {' and '.join(kept)} active experts" if kept else "with no number of experts"
 
-    floor = where(lambda row: row["of_larger"]["restarted"] <= OF_LARGER)
-    faster = where(lambda row: row["of_by_hand"]["restarted"] >= OF_BY_HAND)
+    floor = where(lambda row: row["of_larger"]["restarted"] <= EXPERTS_OF_LARGER)
+    faster = where(lambda row: row["of_by_hand"]["restarted"] >= EXPERTS_OF_BY_HAND)
     by_hand = [row["of_larger"]["by hand"] for row in rows]
     ways = of("ms", ("copy", "multiply", "by hand", "restarted", "streamed"), ".2f", ", ms")
-    goals = {"times": OF_LARGER, "floor": floor, "gain": OF_BY_HAND, "faster": faster}
+    goals = {"times": EXPERTS_OF_LARGER, "floor": floor, "gain": EXPERTS_OF_BY_HAND, "faster": faster}
     figures = {**goals, "low": min(by_hand), "high": max(by_hand)}
     return [NOTES.of(data, "stream_experts", **figures), *incomplete(data), columns(rows, {
         "active experts": "{active}", "rows": "{rows}", **ways, "restarted / copy": "{of_copy:.3f}",

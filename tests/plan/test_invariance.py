@@ -11,6 +11,7 @@ import pytest
 import tilestream as ts
 from tilestream.plan import experimental, limit
 from tilestream.plan.additions import MMA, Additions
+from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import hopper_strips
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "invariance_alike.json"
@@ -217,7 +218,15 @@ def test_wide_strips_where_there_are_many_tiles():
     assert hopper_strips.width_of(80, 64, 132) == 16
 
 
-def test_a_cut_that_workers_decide_is_found(monkeypatch, strips):
+@pytest.fixture
+def no_plans():
+    """No plan is kept from before, or for what follows."""
+    plan_attention.cache_clear()
+    yield
+    plan_attention.cache_clear()
+
+
+def test_a_cut_that_workers_decide_is_found(monkeypatch, no_plans):
     """Seeded: strips whose keys are also split, by the number of workers or of sequences."""
     made = hopper_strips.candidates
 
