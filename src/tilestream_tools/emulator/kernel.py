@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from tilestream_tools.emulator.machine import Grid, Machine
+from tilestream_tools.emulator.machine import Grid, Machine, Step
 from tilestream_tools.emulator.memory import Memory
 from tilestream_tools.emulator.numbers import U8, Array
 from tilestream_tools.emulator.program import Program, decode
@@ -104,7 +104,7 @@ def fill_hidden(program: Program, raw: bytearray, grid: int, waves: int) -> None
 
 def launch(
     compiled: Any, names: Sequence[str], filled: Sequence[Any], memory: Memory, groups: int, *, text: str | None = None,
-    dies: int = 1, resident: int = 0, **how: Any,
+    dies: int = 1, resident: int = 0, replaced: Callable[[list[Step]], list[Step]] | None = None, **how: Any,
 ) -> Machine:  # fmt: skip
     """Execute a compiled kernel.
 
@@ -116,6 +116,8 @@ def launch(
         See `Grid`.
     text
         Assembly that is executed in place of the kernel's own.
+    replaced
+        Gives the steps that are executed in place of the program's own: see `tilestream_tools.emulator.sums`.
     how
         See `Machine`.
 
@@ -133,7 +135,8 @@ def launch(
     waves = compiled.metadata.num_warps
     packed = pack(program, compiled, names, filled, groups, waves)
     machine = Machine(memory, **how)
-    machine.execute(program.steps, grid_of(program, memory, packed, groups, waves, compiled.metadata.shared)._replace(
+    steps = program.steps if replaced is None else replaced(program.steps)
+    machine.execute(steps, grid_of(program, memory, packed, groups, waves, compiled.metadata.shared)._replace(
         dies=dies, resident=resident
     ))  # fmt: skip
     return machine

@@ -8,7 +8,9 @@ cases:
 * ``elementwise`` and ``moves`` compare single operations with numpy (the modules of these names), ``folding`` with
   LLVM's constant folding, ``interpreted --file FILE`` with Triton's interpreter: a process that has it, by
   TRITON_INTERPRET=1, writes the file, another one compares;
-* ``mnemonics`` runs each case once, and says which instructions that has executed.
+* ``mnemonics`` runs each case once, and says which instructions that has executed;
+* ``alike`` says in which order each tile of a GEMM adds, ``alike-quick`` that of a sample (`executed.alike`). Their
+  record is ``benchmarks/results/amd/alike.json``.
 
 ``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
 """
@@ -88,6 +90,16 @@ def main() -> None:
     if given.what in ("elementwise", "moves", "folding"):
         rows = [row for arch in ARCHS for row in compared(given.what, arch)]
         print("\n".join(map(json.dumps, rows)))
+    if given.what in ("alike", "alike-quick"):
+        from executed import alike
+
+        for one in alike.cases(given.what == "alike-quick"):
+            rows.append(alike.row(one))
+            print(json.dumps(rows[-1]), flush=True)
+            gc.collect()
+        if given.record:
+            alike.write(given.record, rows)
+        return
     if given.what == "mnemonics":
         rows = [mnemonics()]
         print(json.dumps(rows[0]))
