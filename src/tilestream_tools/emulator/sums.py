@@ -153,6 +153,8 @@ class Sums:
     def chain(self, elements: int) -> list[Term]:
         """The terms of the output's elements, first to last: all ``elements`` have the same.
 
+        Waves may compute all of it more than once, where there are more of them than parts of a tile.
+
         Raises
         ------
         Fault
@@ -163,8 +165,9 @@ class Sums:
             raise Fault(f"elements are added in {len(ends)} orders")
         (last,) = ends
         found: list[Term] = []
+        whole = self._counts[last]
         while last:
-            if self._counts[last] != elements:
+            if self._counts[last] != whole or whole % elements:
                 raise Fault(f"a step adds to {self._counts[last]} elements, of {elements}")
             term = self._terms[last]
             assert term is not None

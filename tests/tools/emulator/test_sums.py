@@ -54,6 +54,17 @@ def test_two_instructions_and_one_add_in_different_orders():
     assert order_of(joined([sums.chain(256)], 2), 32) == ("f32_16x16x32_bf16", "B", 32, "0-31", 32)
 
 
+def test_waves_may_compute_a_tile_more_than_once_but_all_of_it():
+    low = list(range(16))
+    operands = [(4, low, False), (6, low, True)]
+    assert len(ran(NARROW[:1] * 2, operands).chain(256)) == 1
+    with pytest.raises(Fault, match="adds to 256 elements, of 192"):
+        ran(NARROW[:1], operands).chain(192)
+    again = NARROW[1].replace("v[8:9], v[10:11]", "v[4:5], v[6:7]")
+    with pytest.raises(Fault, match="adds to 512 elements, of 256"):
+        ran((NARROW[0], NARROW[0], again), operands).chain(256)
+
+
 @pytest.mark.parametrize(
     ("operands", "why"),
     [
