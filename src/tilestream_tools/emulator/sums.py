@@ -21,6 +21,8 @@ from tilestream_tools.emulator.numbers import LANES, U32, Array
 
 _MATRIX = re.compile(r"v_mfma_(?:scale_)?f32_(16|32)x(?:16|32)x(\d+)_?(\w+)")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+#: The exponent of a scale of 1.
+_ONE = U32(127)
 #: Modifiers that choose the types of operands: they are part of an instruction's name.
 _KINDS = ("cbsz", "blgp", "abid")
 #: What a place of an instruction multiplies that is past the end of K: zeros.
@@ -112,12 +114,14 @@ class Sums:
         rows, name = int(found[1]), instruction_of(decoded)
         if {"f32": 4, "f16": 2, "bf16": 2}.get(found[3], 1) != self._size:
             return _converted
-        to, a, b, c = decoded.operands[:4]
+        to, a, b, c, *scales = decoded.operands
         count = rows * rows // LANES
 
         def act(w: Wave) -> None:
             if w.on is not None:
                 raise Fault("a matrix instruction while lanes are off")
+            if any(((w.v[o.index] if o.file == "v" else U32(o.bits(32))) & U32(0xFF) != _ONE).any() for o in scales):
+                raise Fault("a scale other than 1")
             x = self._places(w.v[a.index : a.index + a.count], rows)
             y = self._places(w.v[b.index : b.index + b.count], rows)
             before = np.unique(w.v[c.index : c.index + count]) if c.file == "v" else np.array([c.bits(32)])
@@ -183,8 +187,7 @@ def _converted(w: Wave) -> None:
 def instruction_of(one: Decoded) -> str:
     """The name of a matrix instruction without its registers: rows, columns and K, and types."""
     kinds = "".join(f" {key}:{value}" for key, value in one.modifiers.items() if key in _KINDS)
-    scales = [o.text if o.file == "k" else "register" for o in one.operands[4:]]
-    return one.name.removeprefix("v_mfma_") + kinds + (f" scales {' '.join(scales)}" if scales else "")
+    return one.name.removeprefix("v_mfma_") + kinds + (" of scales" if one.operands[4:] else "")
 
 
 def joined(chains: list[list[Term]], size: int) -> list[Addition]:

@@ -87,6 +87,23 @@ def test_rows_with_other_places_of_k_are_refused():
         sums.traced([step])[0].act(w)
 
 
+@pytest.mark.parametrize(("exponent", "refused"), [(127, False), (126, True)])
+def test_scales_are_1(exponent, refused):
+    w, sums = Registers(), Sums(1)
+    places = list(range(128))
+    for first, of_b in ((4, False), (12, True)):
+        put(w, first, [x % 64 for x in places], of_b, 1)
+    w.v[20] = w.v[21] = 0x500 | exponent
+    text = "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], 0, v20, v21 op_sel_hi:[0,0,0]"
+    (step,) = sums.traced([Step(lambda w: None, frozenset(), frozenset(), "", text, 0)])
+    if refused:
+        with pytest.raises(Fault, match="a scale other than 1"):
+            step.act(w)
+    else:
+        step.act(w)
+        assert [one.instruction for one in sums.chain(256)] == ["scale_f32_16x16x128_f8f6f4 of scales"]
+
+
 def test_sums_that_nothing_began_and_those_of_a_part_are_refused():
     low = list(range(16))
     with pytest.raises(Fault, match="with different sums, or with none"):
