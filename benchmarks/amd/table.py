@@ -5,7 +5,8 @@ python benchmarks/run.py amd table render            # puts the tables into docs
 python benchmarks/run.py amd table render --check    # status 1 if the page is not what the records say
 
 What was executed is recorded by ``python tests/tools/emulator/executed all --seeds 3 --landing late,random,early
---record benchmarks/results/amd/emulated.json``, and the same with ``faults --seeds 8``.
+--record benchmarks/results/amd/emulated.json``, and the same with ``faults --seeds 8``; which tiles add alike by
+``python tests/tools/emulator/executed alike --record benchmarks/results/amd/alike.json``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.amd.alike import alike
 from benchmarks.core.paths import DOCS, RESULTS
 from benchmarks.core.records import Data, Row, about, load, text_of
 from benchmarks.report.notes import Notes
@@ -32,7 +34,7 @@ PAGE = DOCS / "amd.md"
 #: The text between these lines of the page is made here.
 MARKS = {
     name: (f"<!-- {name}: made by run.py amd table -->", f"<!-- end of {name} -->")
-    for name in ("executed", "faults", "ours", "theirs")
+    for name in ("executed", "alike", "faults", "ours", "theirs")
 }
 
 
@@ -188,7 +190,7 @@ def modelled(row: Row, backend: str) -> str:
 
 def page(text: str, data: Data) -> str:
     """The page with its tables made again."""
-    tables = {"executed": executed(), "faults": faults(), "ours": ours(data), "theirs": theirs()}
+    tables = {"executed": executed(), "alike": alike(), "faults": faults(), "ours": ours(data), "theirs": theirs()}
     for name, made in tables.items():
         begin, end = MARKS[name]
         if text.count(begin) != 1 or text.count(end) != 1:
