@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import tilestream as ts
-from tilestream.plan import experimental, limit
+from tilestream.core import gpu_specs
+from tilestream.plan import additions, experimental, limit
 from tilestream.plan.additions import MMA, Additions
 from tilestream.plan.attention_planner import plan_attention
-from tilestream.plan.policy import hopper_strips
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import cdna_tiles, hopper_strips, portable
+from tilestream.plan.problem import ITEMSIZE, Problem
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "invariance_alike.json"
 ROWS = (1, 7, 64, 128, 300, 4096, 16384)
@@ -43,6 +47,83 @@ def test_elsewhere_one_tile_keeps_it(device, dtype):
     (order,) = orders(device, dtype=dtype)
     assert order.cuts == ((),)
     assert (order.unit == MMA) == (device == "h200" and dtype == "bfloat16")
+
+
+@pytest.fixture
+def cdna(monkeypatch):
+    """The CDNA kernels are taken, as where they have run."""
+    monkeypatch.delitem(experimental.KERNELS, "cdna", raising=False)
+    plan_problem.cache_clear()
+    yield
+    plan_problem.cache_clear()
+
+
+def several(device, dtype, k=8192, n=28672):
+    made = [
+        ts.plan(m, n, k, dtype=dtype, layout="nt", device=device, invariant=True)
+        for m in (1, 16, 128, 300, 4096, 16384)
+    ]
+    assert len({plan.additions for plan in made}) == 1
+    assert not any("stream_k" in plan.label for plan in made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "instruction"),
+    [("mi300x", "bfloat16", "32x32x8"), ("mi350x", "float16", "32x32x16"), ("mi300x", "float8_e4m3fnuz", "32x32x16"),
+     ("mi350x", "float8_e4m3fn", "32x32x64")],
+)  # fmt: skip
+def test_on_amd_portable_tiles_of_one_instruction_keep_it(device, dtype, instruction):
+    made = several(device, dtype)
+    assert len({plan.block for plan in made}) >= 2
+    assert made[0].additions == Additions(f"portable mfma {instruction}")
+    assert min(plan.tile[0] for plan in made) == 64, "16 rows take another instruction"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "instruction"),
+    [("mi300x", "bfloat16", "16x16x16"), ("mi350x", "float16", "16x16x32"), ("mi300x", "float8_e5m2fnuz", "16x16x32"),
+     ("mi350x", "float8_e4m3fn", "16x16x128")],
+)  # fmt: skip
+def test_all_cdna_tiles_keep_it(device, dtype, instruction, cdna):
+    made = several(device, dtype)
+    assert {plan.backend for plan in made} == {"cdna"}
+    assert len({plan.block for plan in made}) >= 3
+    assert made[0].additions == Additions(f"cdna mfma {instruction}")
+    assert made[1].tile == (32, 64)
+
+
+@pytest.mark.parametrize("device", ["mi300x", "mi350x"])
+@pytest.mark.parametrize("backend", ["portable", "cdna"])
+@pytest.mark.parametrize("m", [16, 4096])
+def test_tiles_that_add_alike_cost_less_than_one_tile(device, backend, m, request, monkeypatch):
+    if backend == "cdna":
+        request.getfixturevalue("cdna")
+    how = {"dtype": "bfloat16", "layout": "nt", "device": device}
+    free = ts.plan(m, 16384, 2048, **how).predicted
+    alike = ts.plan(m, 16384, 2048, invariant=True, **how)
+    assert alike.backend == backend
+    monkeypatch.setattr(additions, "_read", lambda *of: "")
+    plan_problem.cache_clear()
+    one = ts.plan(m, 16384, 2048, invariant=True, **how)
+    plan_problem.cache_clear()
+    assert free <= alike.predicted < 0.9 * one.predicted
+
+
+def test_zeros_at_the_end_of_k_are_part_of_the_order(cdna):
+    for k, padded in ((8192, 0), (8192 + 64, 8192 + 128), (8192 + 16, 8192 + 128)):
+        made = several("mi300x", "bfloat16", k, 1024)
+        assert {plan.additions.padded for plan in made} == {padded}
+        assert {-(-k // plan.block[2]) * plan.block[2] for plan in made} == {padded or k}
+    assert "zeros up to 8320" in str(made[0].additions)
+
+
+@pytest.mark.parametrize("how", [("bfloat16", 8191), ("float8_e4m3fn", 8192)], ids=str)
+def test_what_was_not_read_keeps_one_tile(how):
+    """Unaligned operands, and 8 bits that gfx942 converts."""
+    made = several("mi300x", *how)
+    assert len({plan.block for plan in made}) == 1
+    assert "mfma" not in made[0].additions.unit
 
 
 def test_without_it_few_rows_are_cut_along_k():
@@ -276,6 +357,50 @@ def test_the_record_says_so():
         first = alike[0]["way"]
         assert all(set(row["like"].values()) == {first} for row in alike), group
         assert all(not any(row["places"].values()) for row in whole), group
+
+
+AMD = RECORD.parents[1] / "amd" / "alike.json"
+
+
+def tiles_of(backend, arch, dtype):
+    device, size = gpu_specs.named({"gfx942": "mi300x", "gfx950": "mi350x"}[arch]), ITEMSIZE[dtype]
+    if backend == "cdna":
+        fit = cdna_tiles.fitting(cdna_tiles.TILES[arch], device, size)
+        return {f"{one.block_m}x{one.block_n}x{one.block_k(size)} {one.copies}" for one in fit}
+    return {"x".join(map(str, one[:3])) for one in portable.tiles(Problem(512, 512, 768, 1, dtype), device)}
+
+
+@pytest.mark.parametrize("backend", ["cdna", "portable"])
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_record_of_amd_says_so(backend, arch):
+    """What plans take for one order is one in the compiled code, and has the same bits on the emulator."""
+    every = [row for row in json.loads(AMD.read_text(encoding="utf-8"))["rows"] if row["arch"] == arch]
+    every = [row for row in every if row["backend"] == backend]
+    device = gpu_specs.named({"gfx942": "mi300x", "gfx950": "mi350x"}[arch])
+    assert len({row["dtype"] for row in every}) == 4 + (backend == "portable")
+    for dtype in {row["dtype"] for row in every}:
+        rows, found, bits = [row for row in every if row["dtype"] == dtype], {}, {}
+        for row in rows:
+            m, n, k = map(int, row["tile"].partition(" ")[0].split("x"))
+            candidate = SimpleNamespace(
+                block=(m, n, k), tile=(m, n), kind="dynamic", variant=row["tile"], warps=4, stages=2
+            )
+            problem = Problem(4096, 4096, row["k"], 1, dtype)
+            order = additions.additions(problem, device, backend, candidate)
+            assert "fault" not in row, f"not read: {row}"
+            if "mfma" not in order.unit:
+                assert (m, dtype[:6]) == (16, "float8"), "assumed to differ"
+            elif "digest" in row:
+                bits.setdefault(order, set()).add(row["digest"])
+            else:
+                assert f"_{order.unit.rpartition(' ')[2]}_" in row["instruction"]
+                assert row["end"] == (order.padded or row["k"])
+                how = tuple(row[name] for name in ("instruction", "rows", "span", "pattern", "modes"))
+                found.setdefault(order.unit, set()).add(how)
+        assert {row["tile"] for row in rows if row["how"] == "even"} == tiles_of(backend, arch, dtype)
+        assert all(len(hows) == 1 for hows in found.values())
+        assert all(len(digests) == 1 for digests in bits.values())
+        assert len(set.union(*found.values())) == len(found), "orders that are equal have one name"
 
 
 def test_the_record_of_attention_says_so():
