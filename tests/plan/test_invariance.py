@@ -13,6 +13,7 @@ import tilestream as ts
 from tilestream.core import gpu_specs
 from tilestream.plan import additions, experimental, limit
 from tilestream.plan.additions import MMA, Additions
+from tilestream.plan.api import device_properties
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper_strips, portable
@@ -297,6 +298,18 @@ def test_other_steps_do_not(how):
 def test_wide_strips_where_there_are_many_tiles():
     assert [hopper_strips.width_of(128, tiles, 132) for tiles in (1, 8, 16, 32, 64)] == [16, 16, 16, 32, 64]
     assert hopper_strips.width_of(80, 64, 132) == 16
+
+
+def test_few_strips_read_values_more_slowly_than_many(monkeypatch):
+    """Twice as many programs take half the time, as long as they are fewer than read at the full bandwidth."""
+    monkeypatch.setattr(hopper_strips, "CHAIN_SECONDS", 0.0)
+    problem, device = step(heads_q=8).problem, device_properties("h100")
+    four, eight, sixteen, thirty_two = (
+        hopper_strips._seconds(problem, device, 4, width, 128) for width in (128, 64, 32, 16)
+    )
+    assert four > eight > sixteen > thirty_two
+    assert four - eight == pytest.approx(2 * (eight - sixteen))
+    assert eight - sixteen == pytest.approx(2 * (sixteen - thirty_two))
 
 
 @pytest.fixture
