@@ -172,6 +172,13 @@ def test_signals_come_again_where_the_case_says_so():
     assert once < twice
 
 
+def test_deadlines_of_sources_pass_where_the_case_says_so():
+    says = "the deadline expires, abort is set"
+    for expires in (False, True):
+        _, lines = explored(SourcesCase(((1,),), expires=expires).build())
+        assert any(says in line for line in lines) == expires
+
+
 def test_a_gather_whose_own_rows_are_brought_copies_them_behind_all_else():
     fill, filled, others = gather.Fill(0, 1), gather.Filled(0, 1), [gather.Break(), gather.Done(1)]
     turn = (op for op in (others[0], fill, filled, others[1]))
