@@ -9,7 +9,7 @@ import pytest
 from tilestream.core.device import DeviceProperties
 from tilestream.kernels.attention_config import PortableAttentionConfig
 from tilestream.launch.attention_arguments import GIVEN, AttentionLayout
-from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
+from tilestream.launch.portable.attention_arguments import AttentionArguments, merge_shape, padded
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -70,3 +70,10 @@ def test_strange_views_are_counted_in_64_bits(out, wide):
 
 def test_columns_are_padded_to_a_power_of_two():
     assert [padded(n) for n in (8, 16, 24, 64, 72, 128, 192, 256)] == [16, 16, 32, 64, 128, 128, 256, 256]
+
+
+def test_a_merge_reads_as_many_shares_as_there_are_and_16_at_most():
+    """And has a warp for each 2048 numbers."""
+    found = [merge_shape(shares, 128) for shares in (2, 3, 4, 5, 16, 17, 40)]
+    assert found == [(2, 1), (4, 1), (4, 1), (8, 1), (16, 1), (16, 1), (16, 1)]
+    assert [merge_shape(16, columns)[1] for columns in (16, 128, 256, 512)] == [1, 1, 2, 4]
