@@ -50,12 +50,15 @@ OF_A_TILE: tuple[tuple[str | int, str, str], ...] = (
 )  # fmt: skip
 #: Of float32, which only the portable kernel multiplies.
 _SINGLE = (("float32", "nt", "even"), ("float32", "tn", "uneven"), ("float32", "nt", "epilogue"))
+#: On gfx942, of tiles whose copies are direct, which they are in no other layout.
+_DIRECT = (("bfloat16", "nt", "uneven"), ("float16", "nt", "even"), (0, "nt", "uneven"), (1, "nt", "even"))
 #: The sample: backend, architecture, tile, dtype, layout, how.
 QUICK = {
     ("cdna", "gfx942", "64x64x128 staged", "bfloat16", "nt", "even"),
     ("cdna", "gfx942", "64x64x64 direct", "bfloat16", "nt", "uneven"),
     ("cdna", "gfx950", "32x64x256 direct", "float8_e4m3fn", "nt", "even"),
     ("cdna", "gfx950", "64x64x128 staged", "bfloat16", "nn", "even"),
+    ("cdna", "gfx950", "32x64x128 direct", "bfloat16", "nt", "epilogue"),
     ("portable", "gfx942", "16x128x64", "bfloat16", "nt", "even"),
     ("portable", "gfx942", "64x64x64", "bfloat16", "nt", "even"),
 }  # fmt: skip
@@ -103,21 +106,24 @@ class Case(NamedTuple):
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for arch in ("gfx942", "gfx950"):
-        kinds, device = FNUZ if arch == "gfx942" else OCP, cdna.DEVICES[arch]
-        for backend, (dtype, layout, how) in itertools.product(("cdna", "portable"), (*OF_A_TILE, *_SINGLE)):
-            dtype = kinds[dtype] if isinstance(dtype, int) else dtype
-            size = ITEMSIZE[dtype]
-            if backend == "cdna":
-                rows = () if size == 4 else fitting(TILES[arch], device, size)
-                tiles = [f"{one.block_m}x{one.block_n}x{one.block_k(size)} {one.copies}" for one in rows]
-            else:
-                of = portable.tiles(Problem(512, 512, K, 1, dtype, result_name(dtype, None)), DEVICES[arch])
-                tiles = ["x".join(map(str, one[:3])) for one in of]
-            for tile in tiles:
-                case = Case(backend, arch, tile, dtype, layout, how)
-                if not quick or tuple(case) in QUICK:
+    for arch, backend in itertools.product(("gfx942", "gfx950"), ("cdna", "portable")):
+        kinds = FNUZ if arch == "gfx942" else OCP
+        for which in (*OF_A_TILE, *_SINGLE, *_DIRECT):
+            dtype = kinds[which[0]] if isinstance(which[0], int) else which[0]
+            for tile in tiles_of(backend, arch, dtype):
+                case = Case(backend, arch, tile, dtype, *which[1:])
+                left_out = which in _DIRECT and not (arch == "gfx942" and tile.endswith("direct"))
+                if not left_out and (not quick or tuple(case) in QUICK):
                     yield case
+
+
+def tiles_of(backend: str, arch: str, dtype: str) -> list[str]:
+    size = ITEMSIZE[dtype]
+    if backend == "portable":
+        rows = portable.tiles(Problem(512, 512, K, 1, dtype, result_name(dtype, None)), DEVICES[arch])
+        return ["x".join(map(str, one[:3])) for one in rows]
+    fit = () if size == 4 else fitting(TILES[arch], cdna.DEVICES[arch], size)
+    return [f"{one.block_m}x{one.block_n}x{one.block_k(size)} {one.copies}" for one in fit]
 
 
 def row(case: Case) -> dict[str, Any]:
