@@ -25,6 +25,7 @@ from tilestream.launch.cdna.launch import GemmLaunch
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.attention_launch import AttentionLaunch
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
+from tilestream.launch.trace import SpanLog
 from tilestream.ops.attention_gpu import launch_of, layout_of
 from tilestream.ops.gpu import How, _make
 from tilestream.plan import plan
@@ -115,6 +116,13 @@ def test_what_gemm_is_launched_with(recorder):
     assert (config.X.K_MAJOR, config.Y.K_MAJOR, given["DIRECT"], given["STAGES"]) == (True, True, False, 2)
     assert (given["BIAS"], given["VECTOR_C"], given["ROW_CHUNKS"], given["EVEN_K"]) == ("columns", 4, "none", True)
     check_relaunch(*recorder.launches, x.a, x.b, x.out)
+
+
+def test_a_portable_launch_that_is_traced_has_a_program_a_worker(recorder, monkeypatch):
+    monkeypatch.setattr(PortableLaunch, "kernel", recorder)
+    x, chosen = gemm_operands(), plan(256, 256, 512, dtype="bfloat16", device=named("mi300x"), layout="nt")
+    _make(x, How(), chosen).issue(0, x, words(), None, SpanLog(chosen, torch.device("cpu")))
+    assert [grid for grid, _ in recorder.launches] == [(chosen.workers, 1, 1)]
 
 
 def test_an_output_at_an_odd_address_is_stored_an_element_at_a_time(recorder):
