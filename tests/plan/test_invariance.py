@@ -127,6 +127,13 @@ def test_what_was_not_read_keeps_one_tile(how):
     assert "mfma" not in made[0].additions.unit
 
 
+def test_tf32_on_amd_was_not_read():
+    problem = Problem(128, 4096, 4096, dtype="float32", out_dtype="float32", tf32=True)
+    device = gpu_specs.named("mi300x")
+    for one in portable.candidates(problem, device, device.workers, kinds=("dynamic",)):
+        assert "mfma" not in additions.additions(problem, device, "portable", one).unit
+
+
 def test_without_it_few_rows_are_cut_along_k():
     free = ts.plan(16, 1024, 8192, device="h100", dtype="bfloat16", layout="nt")
     assert free.schedule.kind == "stream_k"
