@@ -74,8 +74,8 @@ def read_queues(
     """The highest rank of a queue but the worker's own, with a wait for each ``READS`` counters of a thread.
 
     Only the lower 32 bits are read, since a load warp has few registers. They tell wrongly only of a counter that is
-    2**31 or more below ``base``. A queue that then seems empty is emptied by its own worker, so it must have one. One that
-    seems to have tickets is asked for one, by all 64 bits.
+    2**31 or more below ``base``. A queue that then seems empty is emptied by its own worker, so it must have one.
+    One that seems to have tickets is asked for one, by all 64 bits.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [LANES], [1], [0])
     lane = gl.arange(0, LANES, LAYOUT)
@@ -107,7 +107,7 @@ def read_queues(
 
 @gluon.jit
 def pick_victim(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr, READS: gl.constexpr):
-    """`tilestream.kernels.device.queues.pick_victim_simd` for one warp: by `read_queues` if each queue has a worker."""
+    """`tilestream.kernels.device.queues.pick_victim_simd` for one warp; by `read_queues` if each queue has a worker."""
     if watch.workers < work.queues:
         lane = gl.arange(0, AT_ONCE, gl.BlockedLayout([1], [LANES], [1], [0]))
         best, noted = pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT, PROBE)
