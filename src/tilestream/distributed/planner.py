@@ -64,12 +64,14 @@ def make_plan(
             state.plans.clear()
         counted = counting() == "all" or (counting() == "captured" and state.capture(x) > 0)
         of_call = state, request, shard, n, k, agreed, unfused, unmeasured
-        found = _make(*of_call, counted, request.promises)
+        promises = request.promises and request.op != GATHER and state.world > 1  # that may change the form
+        found = _make(*of_call, counted, promises)
         if counting() == "captured" and not counted and on_trial() is None:
-            first = _make(*of_call, True, request.promises)
+            first = _make(*of_call, True, promises)
             found = replace(found, first=first if first.counted and first.fused else None)
         if request.promises:
-            found = replace(found, promise=_cost(found, _make(*of_call, counted, False)))
+            free = _make(*of_call, counted, False) if promises else found
+            found = replace(found, promise=_cost(found, free))
         state.plans[key] = found
     return found
 
@@ -102,11 +104,10 @@ def _make(
     state: GroupState, request: Request, shard: tuple[int, ...], n: int, k: int, agreed: Mapping[str, object],
     unfused: str, unmeasured: str, counted: bool, promises: bool,
 ) -> DistributedPlan:  # fmt: skip
-    """See `make_plan`. ``counted``: whether the device counts the call, if it is fused; ``promises``: see `Request`."""
+    """See `make_plan`. ``counted``: whether the device counts the call, if it is fused; ``promises``: a sum's."""
     op, x, dim, form = request.op, request.a, request.dim, request.form
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, state.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
-    promises = promises and op != GATHER and state.world > 1
     if promises and form == "auto":
         form = "fused"  # this form adds in the order of the ranks, for any cut of the rows
     decision = decide(case, form)
