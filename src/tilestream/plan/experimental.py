@@ -19,7 +19,7 @@ UNTIMED = "tested on an H200, its speed is not measured yet"
 
 
 class Experimental(NamedTuple):
-    """A kernel, or a way of calling it, that is not a default yet.
+    """A kernel that is not a default yet.
 
     Attributes
     ----------
@@ -28,14 +28,14 @@ class Experimental(NamedTuple):
     what
         Its name in words.
     backend
-        The ``backend=`` that takes it for one plan; empty: the kernel's own name; None: there is none.
+        The ``backend=`` that takes it for one plan; empty: the kernel's own name.
     tested
         How far it was tested.
     """
 
     environment: str
     what: str
-    backend: str | None = ""
+    backend: str = ""
     tested: str = NOT_RUN
 
 
@@ -53,8 +53,8 @@ def opt_in(kernel: str) -> str:
     found = KERNELS.get(kernel)
     if found is None:
         return ""
-    one = "taken with " if found.backend is None else f"backend={found.backend or kernel!r} takes it, or "
-    return f"{found.tested}: {one}{found.environment}=1 for all calls"
+    backend = found.backend or kernel
+    return f"{found.tested}: backend={backend!r} takes it, or {found.environment}=1 for all calls"
 
 
 def tested(kernel: str) -> str:
@@ -75,11 +75,6 @@ def refusal(kernel: str, backend: str | None) -> str:
     """
     found = KERNELS.get(kernel)
     return "" if found is None or backend is not None or _of_environment(found) else opt_in(kernel)
-
-
-def takes(kernel: str) -> bool:
-    """Whether the process takes ``kernel``: it is a default, or its variable says so."""
-    return not refusal(kernel, None)
 
 
 @functools.cache
