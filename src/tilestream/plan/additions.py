@@ -113,8 +113,8 @@ def _read(problem: Problem, arch: str, backend: str, found: Candidate) -> str:
     by group, tf32, and operands that are unaligned, converted, or of two dtypes were not read.
     """
     size, known = ITEMSIZE[problem.dtype], (*cdna_tiles.DTYPES.get(arch, ()), "float32")
-    is_read = type(problem) is Problem and problem.aligned and problem.dtypes in {(one, one) for one in known}
-    is_read = is_read and problem.kind != "tf32"
+    is_plain = type(problem) is Problem and problem.aligned and problem.kind != "tf32"
+    is_read = is_plain and problem.dtypes in {(one, one) for one in known}
     if arch not in cdna_tiles.DTYPES or not is_read or (size == 1 and found.block[0] < _LEAST_WIDE):
         return ""
     m, n, k = cdna_tiles.instruction(arch, size) if size < 4 else (16, 16, 4)
