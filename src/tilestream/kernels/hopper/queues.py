@@ -28,10 +28,9 @@ from tilestream.kernels.device.schedule import (
 #: and its use. An add takes about a microsecond.
 EARLY: gl.constexpr = gl.constexpr(4)
 #: Threads of the load warp, and how many counters each reads at once: those of 132 queues take one wait. A load warp of
-#: 24 registers has them for 2.
+#: 24 registers has none for so many.
 LANES: gl.constexpr = gl.constexpr(32)
 READS: gl.constexpr = gl.constexpr(5)
-FEW_READS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
@@ -68,10 +67,8 @@ def await_ticket(words, queue, asked):
 
 
 @gluon.jit
-def read_queues(
-    work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr, READS: gl.constexpr
-):  # fmt: skip
-    """The highest rank of a queue but the worker's own, with a wait for each ``READS`` counters of a thread.
+def read_queues(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
+    """The highest rank of a queue but the worker's own, with a wait for each `READS` counters of a thread.
 
     Only the lower 32 bits are read, since a load warp has few registers. They tell wrongly only of a counter that is
     2**31 or more below ``base``. A queue that then seems empty is emptied by its own worker, so it must have one.
@@ -106,31 +103,25 @@ def read_queues(
 
 
 @gluon.jit
-def pick_victim(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr, READS: gl.constexpr):
-    """`tilestream.kernels.device.queues.pick_victim_simd` for one warp; by `read_queues` if each queue has a worker."""
+def pick_victim_of_slim_warp(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
+    """`tilestream.kernels.device.queues.pick_victim_simd` for one warp, whose registers may be few."""
+    lane = gl.arange(0, AT_ONCE, gl.BlockedLayout([1], [LANES], [1], [0]))
+    return pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT, PROBE)
+
+
+@gluon.jit
+def pick_victim_of_warp(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
+    """The same by `read_queues`, which has registers, if each queue has a worker."""
     if watch.workers < work.queues:
-        lane = gl.arange(0, AT_ONCE, gl.BlockedLayout([1], [LANES], [1], [0]))
-        best, noted = pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT, PROBE)
+        best, noted = pick_victim_of_slim_warp(work, words, watch, tickets, noted, SPLIT, PROBE)
     else:
-        best = read_queues(work, words, watch, tickets, noted, SPLIT, PROBE, READS)
+        best = read_queues(work, words, watch, tickets, noted, SPLIT, PROBE)
         if PROBE:
             noted = noted + work.queues - 1
         victim, some = ranked(best, home_queue(watch.worker, work.queues))
         if some != 0:
             gl.atomic_max(words.counters + victim * LINE, words.base, sem="relaxed")
     return best, noted
-
-
-@gluon.jit
-def pick_victim_of_warp(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
-    """`pick_victim` of a load warp that has registers for `READS` counters of a thread."""
-    return pick_victim(work, words, watch, tickets, noted, SPLIT, PROBE, READS)
-
-
-@gluon.jit
-def pick_victim_of_slim_warp(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
-    """`pick_victim` of a load warp that has fewer."""
-    return pick_victim(work, words, watch, tickets, noted, SPLIT, PROBE, FEW_READS)
 
 
 @gluon.jit
