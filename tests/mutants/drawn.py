@@ -187,7 +187,9 @@ class Run(NamedTuple):
 
 @functools.cache
 def commit() -> str:
-    """The commit of the working tree."""
+    """The commit of the working tree. COMMIT names it where the tree is a copy without its history."""
+    if named := os.environ.get("COMMIT"):
+        return named
     run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return run.stdout.strip()
 
