@@ -8,8 +8,17 @@ import types
 import pytest
 import torch
 
-from tilestream.distributed import all_gather, all_reduce, copy_engines, gpu_reduce_scatter, graph_calls, one_shot
+from tilestream.distributed import (
+    all_gather,
+    all_reduce,
+    copy_engines,
+    gpu_reduce_scatter,
+    graph_calls,
+    one_shot,
+    planner,
+)
 from tilestream.distributed import reduce_scatter as sums
+from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.repeats import PlainCall, Repeat
 from tilestream.distributed.request import Request
 
@@ -65,6 +74,7 @@ def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op
     eager = plan(b"by the host", False, first)
     monkeypatch.setattr(*by_device, recorder("device"))
     monkeypatch.setattr(*by_host, recorder("host"))
+    monkeypatch.setattr(by_host[0], "queue_of", lambda state, plan, *args: issued.append(("slots", plan)))
     monkeypatch.setattr(module, "plan_of", lambda state, request, *args, **more: eager)
     monkeypatch.setattr(module, "connected_plan", lambda state, plan, *args: plan)
     request = Request(op, A, [B], [None], ["none"], None, [None], deadline=1.0)
@@ -72,7 +82,49 @@ def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op
         monkeypatch.setattr(module, "_decide", lambda *args: module._Decided((eager,), A.dtype, A.dtype, False))
     for _ in range(3):
         module.run([state] if op == "matmul_all_reduce" else state, request)
-    assert issued == [("device", first), ("host", eager), ("host", eager)]
+    assert issued == [("slots", eager), ("device", first), ("host", eager), ("host", eager)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_kind_is_compared_in_its_first_call_alone(monkeypatch, state, op):
+    """Else its second call, which the host counts, would wait for peers that are at another group's call."""
+    module, by_device, _, made = OPS[op]
+    did: list[object] = []
+    first, eager = plan(b"counted", True), plan(b"unfused", False)
+    eager.first, eager.transport, eager.fused = first, "collective", False
+
+    def agreed(state, plan, device):
+        if plan not in did:
+            did.append(plan)
+
+    def counted(state, plan, *args):
+        did.append("issued")
+        state.prepared.add(plan.handshake)
+        return made
+
+    for one in (module, planner):
+        monkeypatch.setattr(one, "agree", agreed)
+    monkeypatch.setattr(*by_device, counted)
+    monkeypatch.setattr(module, "plan_of", lambda state, request, *args, **more: eager)
+    monkeypatch.setattr(module, "connected_plan", lambda state, plan, *args: plan)
+    monkeypatch.setattr(all_gather, "all_gather", lambda *args: None)
+    monkeypatch.setattr(sums, "reduce_scatter", lambda state, parts: parts[0])
+    monkeypatch.setattr(all_reduce.collective, "all_reduce", lambda state, x: x)
+    state.buffer = lambda name, shape, dtype, device: torch.zeros(shape, dtype=dtype)
+    request = Request(op, A, [B], [None], ["none"], None, [None], deadline=1.0)
+    if op == "matmul_all_reduce":
+        monkeypatch.setattr(module, "_decide", lambda *args: module._Decided((eager,), A.dtype, A.dtype, False))
+    for _ in range(2):
+        module.run([state] if op == "matmul_all_reduce" else state, request)
+    assert did == [eager, "issued"]
+
+
+def test_kinds_that_are_made_again_are_not_repeated():
+    """A repeat would make nothing for a capture, and peers without one make a first call."""
+    state = object.__new__(GroupState)
+    state.prepared, state.repeats, state.plans, state._decided = {b"kind"}, {"key": object()}, {"key": 1}, {"key": 1}
+    state.unprepare()
+    assert not any((state.prepared, state.repeats, state.plans, state._decided))
 
 
 @pytest.mark.parametrize("op", OPS)

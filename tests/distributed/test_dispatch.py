@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilestream.core.protocols.handshake import difference
 from tilestream.distributed import dispatch, planner
 from tilestream.distributed.counting import counting
 from tilestream.distributed.dispatch import Case, decide
@@ -281,11 +282,9 @@ def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, count):
     assert "the host takes 0.37 ms to issue a fused call" in small.explain()
     assert planned(monkeypatch, op, "fused", rows=768).fused
     assert planned(monkeypatch, op, "auto", rows=768, deadline=20.0).fused, "which bounds its wait"
-    assert small.first is None
-    count("captured")
-    small = planned(monkeypatch, op, "auto", rows=768)
-    assert not small.fused
     assert small.first.fused, "it makes what a capture needs: a replay has no host's part"
+    count("0")
+    assert planned(monkeypatch, op, "auto", rows=768).first is None
     count("1")
     eager = planned(monkeypatch, op, "auto", rows=768)
     assert eager.fused
@@ -400,7 +399,6 @@ def test_a_capture_holds_what_was_called_before_it(monkeypatch, op, count):
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_the_first_eager_call_of_a_kind_makes_what_a_capture_needs(monkeypatch, op, count):
-    count("captured")
     state = group()
     eager = planned(monkeypatch, op, state=state)
     first = eager.first
@@ -422,25 +420,24 @@ def test_the_first_eager_call_of_a_kind_makes_what_a_capture_needs(monkeypatch, 
     [
         {"a": torch.empty(0, 16, dtype=torch.bfloat16)}, {"bs": [torch.empty(8192, 1792, device="meta")] * 2},
         {"biases": [torch.empty(3584)]}, {"activations": ["relu"]}, {"out_dtype": torch.float32},
-        {"fast_accum": False}, {"return_a": True}, {"scales_b": [torch.empty(1)]},
+        {"fast_accum": False}, {"return_a": True}, {"scales_b": [torch.empty(1)]}, {"scale_a": torch.empty(8, 1)},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_calls_with_other_kernels_are_other_kinds(monkeypatch, count, change):
     """Each kind's first call loads its kernels, which a capture could not."""
-    count("captured")
+    state = group()
     a, b = torch.empty(0, 8, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
     one = Request("matmul_reduce_scatter", a, [b], [None], ["none"], None, [None], form="fused")
     firsts = []
     for request in (one, one._replace(**change)):
         planned(monkeypatch, "matmul_reduce_scatter")  # as on GPUs
-        firsts.append(make_plan(group(), request, (4096, 8192), 8192, {"a": "rows"}).first)
+        firsts.append(make_plan(state, request, (4096, 8192), 8192, {"a": "rows"}).first)
     assert firsts[0].handshake != firsts[1].handshake
 
 
 def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count):
-    assert planned(monkeypatch, "all_gather_matmul").first is None
-    count("captured")
+    assert planned(monkeypatch, "all_gather_matmul").first is not None
     assert planned(monkeypatch, "all_gather_matmul", "unfused").first is None
     assert planned(monkeypatch, "all_gather_matmul", unreachable="2 hosts").first is None
     with dispatch.trial(True, 1):
@@ -449,8 +446,40 @@ def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count
         count(text)
         assert planned(monkeypatch, "all_gather_matmul").first is None
     count("2")
-    with pytest.raises(ValueError, match=r"TILESTREAM_GRAPH_RANKS='2': .*: captured, or 1 for all; 0, or unset"):
+    with pytest.raises(ValueError, match=r"TILESTREAM_GRAPH_RANKS='2': .*captured, or unset, .*; 1 for all; 0 for none"):
         planned(monkeypatch, "all_gather_matmul")
+
+
+@pytest.mark.parametrize("form", ["fused", "unfused"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_ranks_whose_devices_count_other_calls_differ_by_name(monkeypatch, op, form, count):
+    """Else one would make a first call, for a capture, that its peers do not make."""
+    ours = planned(monkeypatch, op, form)
+    count("0")
+    theirs = planned(monkeypatch, op, form, rank=1)
+    error = difference(op, ours.handshake.rstrip(), 0, theirs.handshake.rstrip(), 1)
+    assert "differ in TILESTREAM_GRAPH_RANKS: captured on rank 0, none on rank 1. All ranks" in str(error)
+    assert ours.internode.handshake == theirs.internode.handshake, "each node has its own graphs"
+    count("captured")
+    assert planned(monkeypatch, op, form).handshake == ours.handshake, "as it is by default"
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize(
+    "carried", [("gloo", ()), ("collective", (planner.Refusal("fused", "on ROCm"),))], ids=lambda carried: carried[0]
+)
+def test_nothing_is_planned_for_graphs_without_symmetric_memory(monkeypatch, op, carried):
+    """As on the CPU, where ranks may differ in what their devices would count, too."""
+    planned(monkeypatch, op)
+    monkeypatch.setattr(planner, "_transport", lambda state, x, last: carried)
+    made, counted = planner._make, []
+    monkeypatch.setattr(planner, "_make", lambda *given: counted.append(given[-2]) or made(*given))
+    a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
+    request = Request(op, a, [b], [None], ["none"], None, [None], form="fused")
+    plan = make_plan(group(), request, (4096, 8192), 8192, {"a": "rows"})
+    assert counted == [False]
+    assert plan.first is None
+    assert "TILESTREAM_GRAPH_RANKS" not in plan.agreed
 
 
 @pytest.mark.parametrize("text", ["1", "captured"])

@@ -15,9 +15,9 @@ from tilestream.distributed.planner import UNPREPARED
 from tilestream.launch.layout import Layout
 
 
-def group(world=2, capture=0, agreed=(), unreachable=""):
+def group(world=2, capture=0, prepared=(), unreachable=""):
     return types.SimpleNamespace(
-        rank=1, world=world, unreachable=unreachable, capture=lambda x: capture, agreed=set(agreed),
+        rank=1, world=world, unreachable=unreachable, capture=lambda x: capture, prepared=set(prepared),
         backend=lambda device: "nccl",
     )  # fmt: skip
 
@@ -83,9 +83,9 @@ def test_a_capture_wants_an_equal_call_before_it(monkeypatch):
     eager = planned()
     early = planned(group(capture=1))
     assert (early.fused, early.refused[0].why) == (False, UNPREPARED)
-    assert planned(group(capture=2, agreed={eager.handshake})).fused
+    assert planned(group(capture=2, prepared={eager.handshake})).fused
     monkeypatch.setattr(symmetric, "is_capturing", lambda device: True)
-    assert planned(group(capture=2, agreed={eager.handshake})).fused, "whatever gathers may do under capture"
+    assert planned(group(capture=2, prepared={eager.handshake})).fused, "whatever gathers may do under capture"
 
 
 def test_ranks_that_differ_in_the_most_tokens_have_calls_that_differ():

@@ -33,6 +33,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(symmetric, "exchange_bytes", exchange)
     monkeypatch.setattr(host_flags, "map_host_memory", lambda address, size: address)
+    monkeypatch.setattr(symmetric, "_made", lambda size, device: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="gpu-a"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -82,6 +83,19 @@ def test_ranks_without_shared_host_memory_are_not_connected(machine, monkeypatch
     assert symmetric.connect(state(), GPU) == f"rank 0: no memory of the host that processes share: {error}"
 
 
+def test_ranks_without_symmetric_memory_are_not_connected(machine, monkeypatch):
+    """They call unfused, as far as their plans have one; no call of theirs fails at the memory."""
+    machine.append("here\n1\ngpu-b")
+
+    def made(size, device):
+        raise RuntimeError("CUDA driver error: operation not supported\nmore of it")
+
+    monkeypatch.setattr(symmetric, "_made", made)
+    of = state()
+    assert symmetric.connect(of, GPU) == "rank 0: no symmetric memory: CUDA driver error: operation not supported"
+    assert "no symmetric memory" in symmetric.why_not(of, BF16)
+
+
 def test_reasons_that_are_known_without_messages(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert "torch.float32: operands of 16 and 8 bits" in symmetric.why_not(state(), BF16.float())
@@ -90,7 +104,7 @@ def test_reasons_that_are_known_without_messages(monkeypatch):
     assert not symmetric.why_not(state(), BF16)
     said = symmetric.why_not(state(), BF16, NONE_COUNTED)
     assert "a CUDA graph is being captured" in said
-    assert said.endswith("it counts captured ones with TILESTREAM_GRAPH_RANKS=captured on all ranks")
+    assert said.endswith("the device counts no calls, because TILESTREAM_GRAPH_RANKS is 0")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "on ROCm" in symmetric.why_not(state(), BF16)
 

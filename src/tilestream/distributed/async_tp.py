@@ -9,6 +9,7 @@ no group.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -190,6 +191,8 @@ def _install() -> None:
         async_input.register(_library)
     _pass_before = inductor._micro_pipeline_tp
     inductor._micro_pipeline_tp = True
+    if hasattr(inductor, "custom_should_partition_ops"):  # as the tag cudagraph_unsafe of our own ops
+        inductor.custom_should_partition_ops = [*inductor.custom_should_partition_ops, *_PARTITIONED]
     inductor.post_grad_custom_post_pass = UnfusedPass(_report_unfused, inductor.post_grad_custom_post_pass)
 
 
@@ -209,6 +212,9 @@ def _close(name: str, handle: AsyncTP) -> None:
             import torch._inductor.config as inductor
 
             inductor._micro_pipeline_tp = _pass_before
+            if hasattr(inductor, "custom_should_partition_ops"):
+                others = [op for op in inductor.custom_should_partition_ops if op not in _PARTITIONED]
+                inductor.custom_should_partition_ops = others
             installed = inductor.post_grad_custom_post_pass
             if isinstance(installed, UnfusedPass):  # otherwise it was replaced after `_install`, and stays
                 inductor.post_grad_custom_post_pass = installed.before
@@ -285,12 +291,23 @@ def _scaled_gather(
 
 
 def _form(x: torch.Tensor) -> Form:
-    """The form of a call. Torch's compiler captures these ops in graphs of its own, which each rank makes for itself.
+    """The form of a call: unfused in the graphs that torch's compiler makes, which each rank makes for itself.
 
-    So a rank may capture anew while its peers replay, with other slots. Where the device counts all calls the user has
-    chosen that.
+    A rank may capture such a graph anew while its peers replay theirs, whose slots may be older ones. `_install` has
+    the compiler cut its graphs at these ops; a torch that does not cut captures them. Captures by hand, such as those
+    of vLLM and SGLang, are the same on all ranks. Where the device counts all calls the user has chosen other graphs.
     """
-    return "unfused" if x.is_cuda and counting() == "captured" and is_capturing(x.device) else "auto"
+    captured = x.is_cuda and counting() == "captured" and is_capturing(x.device)
+    return "unfused" if captured and _is_compilers(x.device) else "auto"
+
+
+def _is_compilers(device: torch.device) -> bool:
+    """Whether the current stream of ``device`` is the one on which torch's compiler captures its graphs."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    return manager is not None and torch.cuda.current_stream(device) == manager.stream
 
 
 class _Moved(NamedTuple):
@@ -416,3 +433,5 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "fused_matmul_reduce_scatter": (_scatter, 4),
     "fused_scaled_matmul_reduce_scatter": (_scaled_scatter, 7),
 }
+#: Their names, by which torch's compiler leaves them out of its own graphs.
+_PARTITIONED = [f"symm_mem::{op}" for op in _IMPLEMENTATIONS]

@@ -2,10 +2,12 @@
 
 TILESTREAM_GRAPH_RANKS, the same on all ranks:
 
-- unset, or ``0``: none. A captured call is unfused.
-- ``captured``: captured calls, and the first eager call of each kind. That call makes what a capture needs: slots,
-  words and loaded kernels. The host counts all other eager calls, which costs it less.
+- unset, or ``captured``: captured calls, and the first eager call of each kind. That call makes what a capture needs:
+  slots, words and loaded kernels. The host counts all other eager calls, which costs it less.
 - ``1``: all calls. A rank may then replay a call that another rank makes eagerly.
+- ``0``: none. A captured call is unfused, and nothing is made for captures.
+
+Ranks compare it with each call that symmetric memory could carry.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import Literal
 Counting = Literal["none", "captured", "all"]
 VARIABLE = "TILESTREAM_GRAPH_RANKS"
 #: The reason why no capture holds a fused call.
-NONE_COUNTED = f"the device counts no calls; it counts captured ones with {VARIABLE}=captured on all ranks"
-_BY_TEXT: dict[str, Counting] = {"": "none", "0": "none", "captured": "captured", "1": "all"}
+NONE_COUNTED = f"the device counts no calls, because {VARIABLE} is 0"
+_BY_TEXT: dict[str, Counting] = {"": "captured", "captured": "captured", "1": "all", "0": "none"}
 
 
 @functools.cache
@@ -34,7 +36,7 @@ def counting() -> Counting:
     text = os.environ.get(VARIABLE, "")
     if text not in _BY_TEXT:
         raise ValueError(
-            f"{VARIABLE}={text!r}: it says which calls between ranks the device counts: captured, or 1 for all; 0, or "
-            "unset, for none"
+            f"{VARIABLE}={text!r}: it says which calls between ranks the device counts: captured, or unset, for those "
+            "that CUDA graphs hold; 1 for all; 0 for none"
         )
     return _BY_TEXT[text]

@@ -442,6 +442,14 @@ class SumRepeat(ProgramRepeat):
         return out if self._queue.repeat(program, *of_call) else None
 
 
+def queue_of(
+    state: GroupState, plan: DistributedPlan, shards: Shards, dtype: torch.dtype, device: torch.device
+) -> ReduceScatterQueue:
+    """The group's queue for sums of ``dtype``: collective at the first call of a kind, and where slots have to grow."""
+    with torch.cuda.device(device):
+        return ReduceScatterQueue.of(state, plan, "a", device, math.prod(shards.shape) * dtype.itemsize)
+
+
 def matmul_scatter(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, product: Product,
     seconds: float,
@@ -465,7 +473,7 @@ def matmul_scatter(
     """
     device = request.a.device
     with torch.cuda.device(device):
-        queue = ReduceScatterQueue.of(state, plan, "a", device, math.prod(shards.shape) * dtype.itemsize)
+        queue = queue_of(state, plan, shards, dtype, device)
         bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
         mine = (shards.batches, shards.rows, shards.width)
 

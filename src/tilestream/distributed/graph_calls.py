@@ -37,7 +37,7 @@ from tilestream.core.protocols import gather, replay
 from tilestream.distributed.call_queue import CallQueue, made_event
 from tilestream.distributed.copy_engines import Prepared, abort_expired
 from tilestream.distributed.group_state import GroupState
-from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.plan import Call, DistributedPlan
 from tilestream.distributed.program import (
     CALLING,
     EPOCH,
@@ -495,7 +495,7 @@ class GraphAllReduce(GraphSum):
     op = "matmul_all_reduce"
 
 
-def _note(state: GroupState, plan: DistributedPlan) -> None:
+def note_prepared(state: GroupState, plan: Call) -> None:
     """Note that an eager call of this kind has made what a capture needs."""
     if not torch.cuda.is_current_stream_capturing():
         state.prepared.add(plan.handshake)
@@ -521,7 +521,7 @@ def gather_matmul(
             return [first(a, scales, arrival, seconds), *(one(a, scales, None, seconds) for one in others)]
 
         outs = queue.gather(shards, shard, gathered, compute, seconds, plan.number)
-        _note(state, plan)
+        note_prepared(state, plan)
     return x if gathered is None else gathered, outs
 
 
@@ -544,7 +544,7 @@ def matmul_scatter(
         parts = torch.empty((shards.world, *shape), dtype=dtype, device=device)
         queue = GraphScatter.of(state, plan, "a", device, shards.world * out.numel() * dtype.itemsize)
         _reduce(queue, request, out, parts, product, seconds, plan.number)
-        _note(state, plan)
+        note_prepared(state, plan)
     return out
 
 
@@ -560,7 +560,7 @@ def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dt
         out = torch.empty((math.prod(whole[:-1]), whole[-1]), dtype=dtype, device=a.device)
         queue = GraphAllReduce.of(state, plan, "a", a.device, state.world * out.numel() * dtype.itemsize)
         _reduce(queue, request, out, None, product, seconds, plan.number)
-        _note(state, plan)
+        note_prepared(state, plan)
     return out.view(whole)
 
 

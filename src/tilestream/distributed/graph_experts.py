@@ -223,4 +223,6 @@ def mix(
         chosen = sort(choices, layout.world * layout.experts)
         pushers = min(plan.pushers, limit() or plan.pushers)
         x, weights = x.contiguous(), weights.contiguous()
-        return queue.mix(layout, pushers, x, weights, chosen, compute, seconds, plan.number)
+        out = queue.mix(layout, pushers, x, weights, chosen, compute, seconds, plan.number)
+        graph_calls.note_prepared(state, plan)
+    return out

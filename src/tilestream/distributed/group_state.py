@@ -110,6 +110,7 @@ class GroupState:
     def unprepare(self) -> None:
         """Have the next eager call of each kind make again what a capture needs."""
         self.prepared.clear()
+        self.repeats.clear()  # a repeated call prepares nothing, and peers that repeat none make a first call
         # Plans of captures are kept by a number that would come again.
         self.plans.clear()
         self._decided.clear()

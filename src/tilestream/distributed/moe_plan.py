@@ -115,7 +115,7 @@ def plan_of(
         return MoePlan(state.rank, state.world, "collective" if why else transport, refused, agreed)
     pushers = max(1, min(PUSHERS, cuda_properties(x.device.index).workers // (1 + _OTHERS)))
     plan = MoePlan(state.rank, state.world, transport, (), agreed, layout, pushers)
-    if state.capture(x) and plan.handshake not in state.agreed:
+    if state.capture(x) and plan.handshake not in state.prepared:
         return replace(plan, transport="collective", refused=(Refusal("fused", UNPREPARED),))
     return plan
 

@@ -11,6 +11,7 @@ from tilestream.core.protocols import handshake
 from tilestream.core.protocols.gather import Way
 from tilestream.core.protocols.replay import form_number
 from tilestream.distributed import nodes
+from tilestream.distributed.counting import VARIABLE
 from tilestream.distributed.dispatch import Case, Decision
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.explain import promise_lines
@@ -33,7 +34,7 @@ _LIBRARY = "torch's, of operands of one dtype without scales: measured to be the
 #: The order in which a call adds under `tilestream.invariant`, in words.
 _AS_ON_ONE_RANK, _IN_RANK_ORDER = "added as on one rank", "each rank's as on one rank, then in the order of the ranks"
 #: Fields that each node decides by itself, from its GPUs' capabilities. Nodes do not compare them.
-_OF_A_NODE = ("form", "chunks", "way", "counted")
+_OF_A_NODE = ("form", "chunks", "way", "counted", VARIABLE)
 #: The carrier of the data: messages of gloo; copy engines over symmetric memory; a collective of any backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
 

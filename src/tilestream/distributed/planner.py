@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from tilestream.distributed.collective import agree
-from tilestream.distributed.counting import NONE_COUNTED, counting
+from tilestream.distributed.counting import NONE_COUNTED, VARIABLE, counting
 from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash, unless_host_bound
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
@@ -56,7 +56,7 @@ def make_plan(
     key = (
         request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()),
         state.capture(x), counting(), state.unreachable, on_trial(), unfused, request.promises,
-        request.deadline is None,
+        request.deadline is None, request.kind if counting() == "captured" else "",
     )  # fmt: skip
     found = state.plans.get(key)
     if found is None:
@@ -66,7 +66,8 @@ def make_plan(
         of_call = state, request, shard, n, k, agreed, unfused, unmeasured
         promises = request.promises and request.op != GATHER and state.world > 1  # that may change the form
         found = _make(*of_call, counted, promises)
-        if counting() == "captured" and not counted and on_trial() is None:
+        # Only symmetric memory carries calls of graphs; ranks compare the variable where it could carry this one.
+        if counting() == "captured" and not counted and on_trial() is None and VARIABLE in found.agreed:
             first = _make(*of_call, True, promises)
             found = replace(found, first=first if first.counted and first.fused else None)
         if request.promises:
@@ -83,6 +84,17 @@ def due(state: GroupState, plan: DistributedPlan) -> DistributedPlan:
     """
     first = plan.first
     return plan if first is None or first.handshake in state.prepared else first
+
+
+def reserves(state: GroupState, plan: DistributedPlan, device: torch.device) -> bool:
+    """Before a kind's first eager call, compare ``plan``, that of the others; returns whether they need slots.
+
+    So all that is collective is in the first call, and the others may be in any order with those of other groups.
+    """
+    if plan.transport == "symmetric memory" and plan.fused:
+        return True
+    agree(state, plan, device)
+    return False
 
 
 def connected_plan(
@@ -120,7 +132,8 @@ def _make(
     if op == ALL_REDUCE:
         decision = replace(decision, chunks=1)
     transport, refused = _transport(state, x, op == GATHER and dim == len(shard) - 1)
-    one_queue = transport == "symmetric memory" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    reaches = transport == "symmetric memory"
+    one_queue = reaches and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
         unfused = unfused or unmeasured
     if one_queue and op != GATHER and decision.fused:
@@ -148,6 +161,8 @@ def _make(
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
         "chunks": decision.chunks, "table": table_hash(),
     }  # fmt: skip
+    if reaches:  # a rank whose device counts other calls would wait for peers that do not come
+        compared[VARIABLE] = counting()
     if transport == "symmetric memory" and op == GATHER:
         compared["way"] = decision.way
     if counted:

@@ -114,7 +114,7 @@ class Request(NamedTuple):
     def kind(self) -> str:
         """What decides a call's kernels, beside shapes, strides and what ranks compare anyway."""
         columns = "+".join(str(b.shape[-1]) for b in self.bs)
-        scaled = "+".join("-" if x is None else str(x.numel()) for x in self.scales_b)
+        scaled = "+".join("-" if x is None else str(x.numel()) for x in (self.scale_a, *self.scales_b))
         biased = "".join("-" if x is None else "b" for x in self.biases)
         options = f"{self.out_dtype} {self.fast_accum} {self.return_a}"
         text = f"{self.a.shape[-1]} {columns} {scaled} {biased} {'+'.join(self.activations)} {options}"

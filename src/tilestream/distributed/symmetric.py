@@ -62,7 +62,7 @@ def connect(state: GroupState, device: torch.device) -> str:
         verdict = f"{len(set(hosts))} hosts: shards travel inside one"
     elif len(set(gpus)) < state.world and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
         verdict = "several ranks share a GPU"
-    own, offered = verdict or _peer_access(device), ""
+    own, offered = verdict or _peer_access(device) or _no_memory(device), ""
     if not verdict and state.rank == 0:
         try:
             offered = host_flags.offer(state.world)
@@ -92,6 +92,23 @@ def _peer_access(device: torch.device) -> str:
     return ""
 
 
+def _no_memory(device: torch.device) -> str:
+    """The reason why this process cannot make memory that peers map; empty if it can. So such ranks call unfused."""
+    try:
+        _made(1, device)
+    except (ImportError, RuntimeError) as error:
+        return f"no symmetric memory: {first_line(error)}"
+    return ""
+
+
+def _made(size: int, device: torch.device) -> torch.Tensor:
+    """Memory that peers may map, ``uint8[size]``."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    with torch.inference_mode(False):
+        return symmetric.empty(size, dtype=torch.uint8, device=device)
+
+
 class PeerMemory:
     """A rank's part of the group's symmetric memory, with ``slots`` slots, and its mappings of the peers' parts.
 
@@ -112,9 +129,8 @@ class PeerMemory:
     def _shared(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         import torch.distributed._symmetric_memory as symmetric
 
-        with torch.inference_mode(False):
-            own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
-            own.zero_()
+        own = _made(size, self._device)
+        own.zero_()
         torch.cuda.current_stream(self._device).synchronize()  # so that it is zeroed before a peer writes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

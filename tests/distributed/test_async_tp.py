@@ -1,0 +1,73 @@
+"""The form of torch's fused ops in CUDA graphs: those that a caller captures, and those of torch's compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilestream.distributed.counting import VARIABLE, counting
+
+module = importlib.import_module("tilestream.distributed.async_tp")  # the package has the function by that name
+X = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+THEIRS, OURS = object(), object()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU on which a stream is captured, that of torch's compiler or another, with compilers' graphs or without."""
+
+    def made(counts="captured", capturing=True, stream=THEIRS, managed=True, imported=True):
+        monkeypatch.setenv(VARIABLE, counts)
+        counting.cache_clear()
+        monkeypatch.setattr(module, "is_capturing", lambda device: capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        trees = SimpleNamespace(
+            get_manager=lambda index, create_if_none_exists: SimpleNamespace(stream=THEIRS) if managed else None
+        )
+        monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees if imported else None)
+
+    yield made
+    counting.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [
+        ({}, "unfused"), ({"counts": ""}, "unfused"), ({"stream": OURS}, "auto"), ({"capturing": False}, "auto"),
+        ({"managed": False}, "auto"), ({"imported": False}, "auto"), ({"counts": "1"}, "auto"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_torchs_ops_are_unfused_in_the_graphs_of_its_compiler_alone(machine, how, form):
+    machine(**how)
+    assert module._form(X) == form
+
+
+def test_nothing_is_asked_of_graphs_on_the_cpu(machine, monkeypatch):
+    machine()
+    monkeypatch.setattr(module, "is_capturing", lambda device: pytest.fail("there is no graph"))
+    assert module._form(SimpleNamespace(is_cuda=False)) == "auto"
+
+
+def test_torchs_compiler_cuts_its_graphs_at_its_fused_ops(monkeypatch):
+    """As at our own ops; those that the user has named stay so."""
+    inductor = pytest.importorskip("torch._inductor.config")
+    if not hasattr(inductor, "custom_should_partition_ops"):
+        pytest.skip("this torch takes no names")
+    monkeypatch.setattr(inductor, "custom_should_partition_ops", ["mine::op"])
+    monkeypatch.setattr(module, "_open", {})
+    made = SimpleNamespace(name="tp")
+    monkeypatch.setattr(module, "state_of", lambda op, group: made)
+    from torch.distributed import _symmetric_memory as symmetric
+
+    monkeypatch.setattr(symmetric, "enable_symm_mem_for_group", lambda name: None)
+    with contextlib.closing(module.async_tp()):
+        inside = list(inductor.custom_should_partition_ops)
+        names = [getattr(torch.ops.symm_mem, op).default.name() for op in module._IMPLEMENTATIONS]
+    assert inside == ["mine::op", *names]
+    assert inductor.custom_should_partition_ops == ["mine::op"]
