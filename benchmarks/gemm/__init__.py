@@ -14,7 +14,7 @@ SECTIONS = {
     "quack": _hopper("gemm.quack:quack", "quack-kernels and cuBLAS on a dozen shapes", 270),
     "fp8": _hopper("gemm.sections:fp8", "torch._scaled_mm", 90, usual=True),
     "epilogue": _hopper("gemm.sections:epilogue", "torch.compile of bias and GELU", 270, usual=True),
-    "grouped": _hopper("gemm.grouped:grouped", "torch._grouped_mm, a loop, DeepGEMM, on layers of experts", 120),
+    "grouped": _hopper("gemm.grouped:grouped", "torch._grouped_mm, a loop, peers, on layers of experts", 120),
     "experts": _hopper("gemm.grouped:experts", "torch's product, and SwiGLU behind it; 8 bits with blocks' scales", 60),
     "grouped_search": _hopper("gemm.grouped_search:grouped_search", "the same layers, by every likely tile", 90),
     "search": _hopper("gemm.search:search", "the best plan of the whole space", 130),

@@ -2,7 +2,7 @@
 
 ``grouped`` has products and the gradients of weights. ``experts`` has the layers' first products with SwiGLU, and of 8
 bits with blocks' scales. The loop knows the groups' sizes, which the others read on the device. Beside the products
-stands DeepGEMM, where it can be imported: `deepgemm` says how to install it.
+stand the peers of `grouped_peers`, where they can be imported: each by its fastest configuration.
 
 Tokens go to experts uniformly, mildly unevenly (each expert's weight is drawn from [0.5, 1.5]), or by Zipf's law
 (weight 1 / rank**1.2, experts in random order). Group sizes follow from the seed of the skew.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,10 @@ import tilestream as ts
 from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.records import Row
 from benchmarks.core.timing import Call, Timing, gpu_peak, host_microseconds, refuse_impossible
-from benchmarks.gemm import deepgemm
+from benchmarks.gemm import grouped_peers
 from benchmarks.gemm.bench import Bench, rounded
+from benchmarks.gemm.deepgemm import refusal
+from benchmarks.gemm.grouped_peers import Peer, Ways
 from tilestream_tools.sweep.check import errors, sampled_rows
 
 SEED = 0
@@ -131,8 +133,8 @@ class Answers:
         return figures
 
 
-def row(bench: Bench, layer: Layer, skew: str, gradient: bool, peer: Any = None) -> Row:
-    """One product; of a gradient, that of the weights. ``peer`` is DeepGEMM's package: it has products alone."""
+def row(bench: Bench, layer: Layer, skew: str, gradient: bool, peers: Sequence[Peer] = ()) -> Row:
+    """One product; of a gradient, that of the weights. ``peers`` have products alone."""
     _, rows, n, k, experts = layer
     given = sizes(rows, experts, skew)
     a, b, ends = drawn(layer, given, gradient, bench.device)
@@ -141,14 +143,12 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool, peer: Any = None)
         "loop": lambda: loop(a, b, given),
     }  # fmt: skip
     right = Answers(a, b, given, functions["torch"]())
-    figures, beside = right.check(functions["ours"]()), {}
-    if peer is not None and not gradient:
+    figures, beside, refused = right.check(functions["ours"]()), {}, {}
+    for peer in () if gradient else peers:
         try:
-            x = deepgemm.padded(peer, a, b, given)
-            beside = {"padded_rows": len(x.rows), "peer_errors": right.check(deepgemm.multiply(peer, x)[x.places])}
-            functions[deepgemm.NAME] = lambda: deepgemm.multiply(peer, x)
+            functions[peer.name], beside[peer.name] = fastest(bench, peer.ways(a, b, given), right)
         except Exception as error:
-            beside = {"refused": {deepgemm.NAME: deepgemm.refusal(error)}}
+            refused[peer.name] = refusal(error)
     host, _ = host_microseconds(functions, batch=8, batches=3) if not bench.dry else ({}, {})
     timing = bench.clock.interleave(functions, rounds=5 if bench.dry else 11)
     medians, operations = timing.medians(), 2 * rows * n * k
@@ -166,15 +166,41 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool, peer: Any = None)
         "ratio": round(timing.median("torch") / timing.median("ours"), 4),
         "band": [round(x, 4) for x in timing.band("ours", "torch")],
         "to_loop": round(timing.median("loop") / timing.median("ours"), 4), "plan": made.label, "errors": figures,
-        **beside, **(to_peer(timing) if deepgemm.NAME in functions else {}),
+        **({"peers": {name: about | to_peer(timing, name) for name, about in beside.items()}} if beside else {}),
+        **({"refused": refused} if refused else {}),
     }  # fmt: skip
 
 
-def to_peer(timing: Timing) -> Row:
-    """DeepGEMM's time by ours."""
-    ratio = timing.median(deepgemm.NAME) / timing.median("ours")
-    band = [round(x, 4) for x in timing.band("ours", deepgemm.NAME)]
-    return {"to_deepgemm": round(ratio, 4), "deepgemm_band": band}
+def fastest(bench: Bench, ways: Ways, right: Answers) -> tuple[Call, Row]:
+    """The fastest of a peer's configurations whose answer is right, and what the record is told of it.
+
+    Raises
+    ------
+    Exception
+        What the last configuration raised, if none is right.
+    """
+    figures, works, refused = {}, {}, {}
+    failed: Exception | None = None
+    for name, call in ways.calls.items():
+        try:
+            figures[name] = right.check(ways.rows(call()))
+            works[name] = call
+        except Exception as error:
+            failed, refused[name] = error, refusal(error)
+    if not works:
+        raise failed or ValueError("no configuration")
+    name = next(iter(works))
+    if len(works) > 1:
+        medians = bench.clock.interleave(works, rounds=3).medians()
+        name = min(medians, key=lambda one: medians[one])
+    about: Row = {"config": name, "errors": figures[name], **ways.about}
+    return works[name], about | ({"refused": refused} if refused else {})
+
+
+def to_peer(timing: Timing, peer: str) -> Row:
+    """A peer's time by ours."""
+    ratio = timing.median(peer) / timing.median("ours")
+    return {"ratio": round(ratio, 4), "band": [round(x, 4) for x in timing.band("ours", peer)]}
 
 
 def unfused(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -239,19 +265,24 @@ def launches() -> dict[str, Callable[[], object]]:
         a, b = made(layer, gradient)
         ts.grouped_mm(a, b, torch.zeros(layer.experts, device="cuda", dtype=torch.int32))
 
-    def call_peer(layer: Layer) -> None:
+    def call_peer(peer: Peer, layer: Layer, name: str) -> None:
+        peer.build(name)
         a, b = made(layer, False)
         for skew in SKEWS:  # its kernel may depend on how many rows there are with their padding
-            deepgemm.multiply(peer, deepgemm.padded(peer, a, b, sizes(layer.rows, layer.experts, skew)))
+            peer.ways(a, b, sizes(layer.rows, layer.experts, skew)).calls[name]()
 
-    peer, _ = deepgemm.imported()
     found: dict[str, Callable[[], object]] = {
         f"{layer.name} {gradient}": functools.partial(call, layer, gradient)
         for layer in LAYERS
         for gradient in (False, True)
     }
-    peers = {f"{deepgemm.NAME} {layer.name}": functools.partial(call_peer, layer) for layer in LAYERS}
-    return found | (peers if peer is not None else {})
+    for peer in grouped_peers.found()[0]:
+        found |= {
+            f"{peer.name} {layer.name} {name}": functools.partial(call_peer, peer, layer, name)
+            for layer in (LAYERS if peer.by_shape else LAYERS[2:3])
+            for name in peer.configs
+        }
+    return found
 
 
 def small(layer: Layer) -> Layer:
@@ -264,15 +295,15 @@ def small(layer: Layer) -> Layer:
 def grouped(bench: Bench) -> None:
     """Products, then the gradients of weights."""
     layers = [small(layer) for layer in LAYERS[:2]] if bench.dry else LAYERS
-    peer, said = deepgemm.imported()
-    if peer is None:
-        print(f"without {deepgemm.NAME}: {said}", flush=True)
+    peers, absent = grouped_peers.found()
+    for name, why in absent.items():
+        print(f"without {name}: {why}", flush=True)
     if not bench.dry:
-        limit = 45 if peer is None else 150  # nvcc takes longer than Triton
+        limit = 150 if peers else 45  # nvcc takes longer than Triton
         compile_ahead("gemm", "grouped", "", str(bench.options.within), limit=limit)
     items = [(layer, skew, gradient) for gradient, layer, skew in itertools.product((False, True), layers, SKEWS)]
-    about = {"peers": {} if peer is None else {deepgemm.NAME: said}, "zipf": ZIPF, "seeds": SKEWS}
-    bench.measure("grouped", items, lambda item: row(bench, *item, peer), **about)
+    about = {"peers": {peer.name: peer.version for peer in peers}, "absent": absent, "zipf": ZIPF, "seeds": SKEWS}
+    bench.measure("grouped", items, lambda item: row(bench, *item, peers), **about)
 
 
 def experts(bench: Bench) -> None:

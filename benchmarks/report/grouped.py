@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from benchmarks.report.notes import Notes
 from benchmarks.report.tables import columns, geomean, incomplete, of, table, verdict
 
 NOTES = Notes("grouped")
-#: The peer that a run has where it can be imported.
-PEER = "DeepGEMM"
 #: What share of its rate a product is to keep when its load is uneven.
 ENOUGH = 0.95
+#: The name of each row's fastest peer.
+BEST = "best"
 
 
 def page(results: Path) -> list[str]:
@@ -32,7 +33,7 @@ def section(data: Data, names: Sequence[str]) -> list[str]:
     said = ", ".join(f"{seed} ({skew})" for skew, seed in seeds.items())
     name = str(data["name"]).removeprefix("gemm_")
     parts = [NOTES.of(data, name, seeds=f" Seeds: {said}." if said else ""), *incomplete(data), means(data)]
-    parts += beside_deepgemm(data) + skewed(data)
+    parts += beside_peers(data) + skewed(data)
     for kind, rows in by_kind(data).items():
         parts += [f"**{kind.capitalize()}**", columns(rows, _fields(rows, names))]
     return parts
@@ -40,45 +41,67 @@ def section(data: Data, names: Sequence[str]) -> list[str]:
 
 def _fields(rows: list[Row], names: Sequence[str]) -> dict[str, str]:
     """The columns that rows of a kind have."""
-    peer = any(PEER in row["us"] for row in rows)
+    peers = list(dict.fromkeys(name for row in rows for name in row.get("peers", {})))
     fields = {
         "layer": "{layer}", "rows x N x K": "{shape}", "skew": "{skew}", "largest group": "{largest_group}",
-        **of("us", [*names, *([PEER] if peer else [])], ".0f", ", us"), "ours, TFLOP/s": "{tflops[ours]:.0f}",
-        "torch / ours": "{ratio:.3f}", f"{PEER} / ours": "{to_deepgemm:.3f}",
+        **of("us", [*names, *peers], ".0f", ", us"), "ours, TFLOP/s": "{tflops[ours]:.0f}",
+        "torch / ours": "{ratio:.3f}", **{f"{peer} / ours": f"{{peers[{peer}][ratio]:.3f}}" for peer in peers},
         "host, ours / torch, us": "{host_us[ours]:.0f} / {host_us[torch]:.0f}", "plan": "{plan}",
     }  # fmt: skip
     if not any("largest_group" in row for row in rows):
         del fields["largest group"]
-    if not peer:
-        del fields[f"{PEER} / ours"]
     return fields
 
 
-def means(data: Data, ratio: str = "ratio", band: str = "band") -> str:
-    """Kinds and skews, and how often torch is ahead; or DeepGEMM, by the names of its ratio and its band."""
+def means(data: Data, peer: str = "") -> str:
+    """Kinds and skews, and how often torch is ahead; or ``peer``; or ``best``, the fastest peer of each row."""
     lines = []
     for kind, every in by_kind(data).items():
-        rows = [row for row in every if ratio in row]
-        skews = {"all": rows} | {skew: [row for row in rows if row["skew"] == skew] for skew in _names(rows, "skew")}
+        rows = [(row["skew"], *found) for row in every if (found := _ratio(row, peer)) is not None]
+        skews = {"all": rows} | {
+            skew: [row for row in rows if row[0] == skew] for skew in dict.fromkeys(r[0] for r in rows)
+        }
         for skew, some in skews.items() if rows else ():
-            outcomes = [verdict(row[ratio], row[band]) for row in some]
+            outcomes = [verdict(ratio, band) for _, ratio, band in some]
             counts = " / ".join(str(outcomes.count(one)) for one in ("won", "even", "lost"))
-            ratios = [row[ratio] for row in some]
+            ratios = [ratio for _, ratio, _ in some]
             lines.append([kind, skew, str(len(some)), f"{geomean(ratios):.3f}", f"{min(ratios):.3f}", counts])
     return table(["", "skew", "layers", "geometric mean", "worst", "won / even / lost"], lines)
 
 
-def beside_deepgemm(data: Data) -> list[str]:
-    """The means of DeepGEMM's time by ours, and where it was left out; nothing of a run without it."""
-    version = data.get("peers", {}).get(PEER)
-    if version is None:
+def _ratio(row: Row, peer: str) -> tuple[float, Sequence[float]] | None:
+    """A peer's time by ours with its quartiles; torch's if no peer is named, the fastest peer's if it is `BEST`."""
+    if not peer:
+        return row["ratio"], row["band"]
+    peers = row.get("peers", {})
+    if peer == BEST:
+        peer = min(peers, key=lambda name: peers[name]["ratio"], default="")
+    return (peers[peer]["ratio"], peers[peer]["band"]) if peer in peers else None
+
+
+def beside_peers(data: Data) -> list[str]:
+    """The means of each peer's time by ours, and where it was left out; nothing of a run without peers."""
+    versions = data.get("peers", {})
+    if not versions:
         return []
-    rows = [row for row in data["rows"] if "to_deepgemm" in row]
-    parts = [NOTES("deepgemm", version=version)]
-    parts += [means(data, "to_deepgemm", "deepgemm_band")] if rows else []
-    left = [row for row in data["rows"] if PEER in row.get("refused", {})]
-    reasons = [f"- {row['layer']}, {row['skew']}: {' '.join(row['refused'][PEER].split())}" for row in left]
-    return parts + ([NOTES("deepgemm left out"), "\n".join(reasons)] if left else [])
+    rows = [row for row in data["rows"] if row["kind"] == "product"]
+    parts = [NOTES("peers")]
+    for peer, version in versions.items():
+        parts += [NOTES(f"peer {peer}", version=version)]
+        parts += [means(data, peer)] if any(peer in row.get("peers", {}) for row in rows) else []
+        left = [row for row in rows if peer in row.get("refused", {})]
+        reasons = [f"- {row['layer']}, {row['skew']}: {' '.join(row['refused'][peer].split())}" for row in left]
+        parts += [NOTES("left out", peer=peer), "\n".join(reasons)] if left else []
+        chosen = collections.Counter(
+            row["peers"][peer]["config"] for row in rows if row.get("peers", {}).get(peer, {}).get("config")
+        )
+        if chosen:
+            said = ", ".join(f"{name} ({count})" for name, count in chosen.most_common())
+            parts += [NOTES("configurations", configs=said)]
+    if len(versions) > 1:
+        parts += [NOTES("best peer"), means(data, BEST)]
+    absent = [f"- {peer}: {' '.join(why.split())}" for peer, why in data.get("absent", {}).items()]
+    return parts + ([NOTES("absent peers"), "\n".join(absent)] if absent else [])
 
 
 def skewed(data: Data) -> list[str]:

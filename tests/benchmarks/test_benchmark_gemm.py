@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.gemm import bench, compiling, counters, deepgemm, grouped, search, shapes
+from benchmarks.gemm import bench, compiling, counters, cutlass, deepgemm, grouped, grouped_peers, search, shapes
 from benchmarks.report import gemm
 from benchmarks.report import gemm_losses as losses
 
@@ -110,20 +110,24 @@ class Package:
             out.copy_(rows @ b[of[0]].T * (self.wrong or 1.0))
 
 
-def dry_row(package: Package, gradient: bool = False) -> dict:
+def dry_row(peers: list[grouped_peers.Peer], gradient: bool = False) -> dict:
     at = SimpleNamespace(dry=True, device="cpu", clock=bench.WallClock())
-    return grouped.row(at, grouped.Layer("a layer", 60, 32, 48, 4), "zipf", gradient, package)
+    return grouped.row(at, grouped.Layer("a layer", 60, 32, 48, 4), "zipf", gradient, peers)
+
+
+def of_package(package: Package) -> grouped_peers.Peer:
+    return grouped_peers.Peer("DeepGEMM", "0", lambda *given: grouped_peers.of_deepgemm(package, *given))
 
 
 def test_deepgemm_is_a_peer_of_products() -> None:
-    row = dry_row(Package())
-    given = grouped.sizes(60, 4, "zipf")
-    assert row["padded_rows"] == sum(-(-size // 16) * 16 for size in given) > 60
+    row = dry_row([of_package(Package())])
+    given, theirs = grouped.sizes(60, 4, "zipf"), row["peers"]["DeepGEMM"]
+    assert theirs["padded_rows"] == sum(-(-size // 16) * 16 for size in given) > 60
     assert set(row["us"]) == set(row["tflops"]) == {"torch", "ours", "loop", "DeepGEMM"}
-    assert row["to_deepgemm"] == pytest.approx(row["us"]["DeepGEMM"] / row["us"]["ours"], rel=0.01)
+    assert theirs["ratio"] == pytest.approx(row["us"]["DeepGEMM"] / row["us"]["ours"], rel=0.01)
     assert row["seed"] == grouped.SKEWS["zipf"]
     assert "refused" not in row
-    assert "to_deepgemm" not in dry_row(Package(), gradient=True)
+    assert "peers" not in dry_row([of_package(Package())], gradient=True)
 
 
 @pytest.mark.parametrize(
@@ -131,19 +135,67 @@ def test_deepgemm_is_a_peer_of_products() -> None:
     [(RuntimeError("no compiler"), "RuntimeError: no compiler"), (1.5, "AssertionError: wrong answer")],
 )
 def test_deepgemm_is_left_out_of_a_row_where_it_fails_or_is_wrong(wrong, why) -> None:
-    row = dry_row(Package(wrong))
+    row = dry_row([of_package(Package(wrong))])
     assert row["refused"]["DeepGEMM"].startswith(why)
     assert set(row["us"]) == {"torch", "ours", "loop"}
-    assert not {"to_deepgemm", "padded_rows"} & set(row)
+    assert "peers" not in row
 
 
-def test_deepgemm_is_imported_where_it_is(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+def test_the_fastest_right_configuration_of_a_peer_is_its_time() -> None:
+    def ways(a, b, given) -> grouped_peers.Ways:
+        ends = torch.tensor(given).cumsum(0).to(torch.int32)
+
+        def right(repeats: int) -> torch.Tensor:
+            return [torch._grouped_mm(a, b, ends) for _ in range(repeats)][-1]
+
+        def raises() -> torch.Tensor:
+            raise RuntimeError("not of this shape")
+
+        calls = {"slow": lambda: right(300), "wrong": lambda: 2 * right(1), "raises": raises, "fast": lambda: right(1)}
+        return grouped_peers.Ways(calls, lambda out: out, {})
+
+    theirs = dry_row([grouped_peers.Peer("a peer", "1", ways)])["peers"]["a peer"]
+    assert theirs["config"] == "fast"
+    assert theirs["refused"]["raises"] == "RuntimeError: not of this shape"
+    assert theirs["refused"]["wrong"].startswith("AssertionError: wrong answer")
+
+
+def test_quack_is_given_where_groups_begin_and_end() -> None:
+    seen = []
+
+    def product(a, b, out, *, cu_seqlens_m, config, dynamic_scheduler) -> None:
+        seen.append((cu_seqlens_m.dtype, config["tile_n"], dynamic_scheduler))
+        out.copy_(torch._grouped_mm(a, b, cu_seqlens_m[1:]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "quack", SimpleNamespace())
+        patch.setitem(sys.modules, "quack.gemm_config", SimpleNamespace(GemmConfig=dict))
+        interface = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=product))
+        row = dry_row([grouped_peers.Peer("quack", "1", lambda *given: grouped_peers.of_quack(interface, *given))])
+    assert row["peers"]["quack"]["config"] in grouped_peers._QUACK
+    assert set(seen) >= {(torch.int32, 192, False), (torch.int32, 192, True), (torch.int32, 256, False)}
+
+
+def test_peers_are_found_where_they_are(monkeypatch, tmp_path) -> None:
+    for name in ("deep_gemm", "quack"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUTLASS_LIBRARIES", str(tmp_path))
     assert deepgemm.imported() == (None, "ModuleNotFoundError: import of deep_gemm halted; None in sys.modules")
+    peers, absent = grouped_peers.found()
+    assert (peers, set(absent)) == ([], {"DeepGEMM", "quack", "CUTLASS"})
+    assert absent["CUTLASS"] == "no nvcc on PATH"
     assert len(grouped.launches()) == 2 * len(grouped.LAYERS)
     monkeypatch.setitem(sys.modules, "deep_gemm", Package())
     assert deepgemm.imported()[1] == "0.1.4"
     assert len(grouped.launches()) == 3 * len(grouped.LAYERS)
+    some = next(iter(cutlass.CONFIGS))
+    cutlass._file(cutlass.CONFIGS[some]).touch()
+    (_, found), absent = grouped_peers.found()
+    assert (found.name, found.configs, set(absent)) == ("CUTLASS", [some], {"quack"})
+    cutlass.build(some)  # it is there
+    with pytest.raises(RuntimeError, match="nvcc did not compile it"):
+        cutlass.library(next(name for name in cutlass.CONFIGS if name != some))
 
 
 def test_parse() -> None:

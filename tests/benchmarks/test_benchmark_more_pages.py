@@ -44,7 +44,7 @@ def test_layers_are_counted_by_kind_and_skew(tmp_path: Path) -> None:
     assert sum(line.startswith("| a layer | 64x32x16") for line in lines) == 3
 
 
-def test_deepgemm_and_what_skew_costs_have_columns_where_they_are_recorded(tmp_path: Path) -> None:
+def test_peers_and_what_skew_costs_have_columns_where_they_are_recorded(tmp_path: Path) -> None:
     rows = [layer("product", skew, 1.25) | {"seed": 7} for skew in ("uniform", "zipf")]
     rows += [layer("product", skew, 1.0) | {"layer": "another, decode"} for skew in ("uniform", "zipf")]
     for row, rate, theirs in zip(rows, (100.0, 90.0, 10.0, 12.0), (80.0, 40.0, 10.0, 10.0), strict=True):
@@ -56,16 +56,26 @@ def test_deepgemm_and_what_skew_costs_have_columns_where_they_are_recorded(tmp_p
     assert "0.900 with many rows, 1.200 of *decode*; at worst" in without
     assert "1 of 2 products keep 0.95 or more." in without
     for row in rows[:2]:
-        row |= {"us": row["us"] | {"DeepGEMM": 8.0}, "to_deepgemm": 0.8, "deepgemm_band": [0.79, 0.81]}
+        row |= {"us": row["us"] | {"DeepGEMM": 8.0}}
+        row["peers"] = {"DeepGEMM": {"ratio": 0.8, "band": [0.79, 0.81], "config": ""}}
+    rows[0]["us"] |= {"quack": 7.0}
+    rows[0]["peers"] |= {"quack": {"ratio": 0.7, "band": [0.69, 0.71], "config": "a tile"}}
     rows[2] |= {"refused": {"DeepGEMM": "RuntimeError: no\ncompiler"}}
     rows.append(layer("gradient of weights", "zipf", 2.0))
-    lines = "\n".join(grouped.page(written(tmp_path, "gemm_grouped", rows, peers={"DeepGEMM": "0.1.4"}))).splitlines()
+    peers = {"DeepGEMM": "0.1.4", "quack": "0.6.5"}
+    lines = "\n".join(
+        grouped.page(written(tmp_path, "gemm_grouped", rows, peers=peers, absent={"CUTLASS": "no nvcc"}))
+    ).splitlines()
     assert "| product | all | 2 | 0.800 | 0.800 | 0 / 0 / 2 |" in lines
     assert "- another, decode, uniform: RuntimeError: no compiler" in lines
-    shape = "64x32x16, 4 experts"
-    assert f"| a layer | {shape} | zipf | 16 | 12 | 30 | 10 | 8 | 90 | 1.250 | 0.800 | 3 / 4 | a plan |" in lines
-    assert f"| another, decode | {shape} | zipf | 16 | 10 | 30 | 10 | - | 12 | 1.000 | - | 3 / 4 | a plan |" in lines
-    assert f"| a layer | {shape} | zipf | 16 | 20 | 30 | 10 | 1 | 2.000 | 3 / 4 | a plan |" in lines
+    assert "| product | all | 1 | 0.700 | 0.700 | 0 / 0 / 1 |" in lines
+    assert "| product | all | 2 | 0.748 | 0.700 | 0 / 0 / 2 |" in lines  # the faster of both
+    assert "Its fastest configurations, with the number of products: a tile (1)." in lines
+    assert "- CUTLASS: no nvcc" in lines
+    shape = "64x32x16, 4 experts | zipf"
+    assert f"| a layer | {shape} | 16 | 12 | 30 | 10 | 8 | - | 90 | 1.250 | 0.800 | - | 3 / 4 | a plan |" in lines
+    assert f"| another, decode | {shape} | 16 | 10 | 30 | 10 | - | - | 12 | 1.000 | - | - | 3 / 4 | a plan |" in lines
+    assert f"| a layer | {shape} | 16 | 20 | 30 | 10 | 1 | 2.000 | 3 / 4 | a plan |" in lines
 
 
 def test_the_promises_cost_is_by_rows_and_beside_each_peer(tmp_path: Path) -> None:
