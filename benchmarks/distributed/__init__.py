@@ -25,5 +25,6 @@ SECTIONS = {
     "gather_timeline": _picture("distributed.timelines:gather_timeline", "copies and tiles of a call on one time axis"),
     "captured_timeline": _any("distributed.timelines:captured_timeline", "the same of a replay of a captured call"),
     "mlp_timeline": _picture("distributed.timelines:mlp_timeline", "an MLP block's kernels and copies, likewise"),
+    "moe_timeline": _symmetric("distributed.moe_timeline:moe_timeline", "a skewed mixture's kernels on one time axis"),
     "dispatch_table": Section("distributed.dispatch_table:main", "the ops' table, from RECORD.json ...", tool=True),
 }

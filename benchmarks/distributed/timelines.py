@@ -42,7 +42,7 @@ from tilestream.distributed.dispatch import trial
 SHAPE = "8192x3584x8192"
 CALLS = 5
 #: Cycles in which the host issues a call: 10 ms and more.
-_PAUSE = 20_000_000
+PAUSE = 20_000_000
 #: Copies of less than this are no rows: descriptors, tables.
 _ROWS_BYTES = 1 << 20
 
@@ -97,7 +97,7 @@ def seen(call: Callable[[], Call], meet: torch.Tensor) -> tuple[ts.trace.LaunchT
     """What a call gives once all ranks have met, and this GPU's activities."""
 
     def together() -> Call:
-        pause(_PAUSE)
+        pause(PAUSE)
         dist.all_reduce(meet)
         return call()
 
@@ -277,7 +277,7 @@ def mlp_timeline(rank: int, world: int, session: Session) -> None:
     meet = torch.zeros(1, device="cuda")
 
     def together() -> torch.Tensor:
-        torch.cuda._sleep(_PAUSE)
+        pause(PAUSE)
         dist.all_reduce(meet)
         return block()
 
@@ -289,30 +289,33 @@ def mlp_timeline(rank: int, world: int, session: Session) -> None:
         assert torch.equal(out, right), "a profile changed the answer"
         calls.append(lanes(found, rank))
         print(f"rank {rank}: block {i + 1} of {CALLS}, {len(found)} activities", flush=True)
-    lengths = torch.tensor([_end(call) - _begin(call) for call in calls], dtype=torch.float64)
+    lengths = torch.tensor([end_of(call) - begin_of(call) for call in calls], dtype=torch.float64)
     kept = torch.tensor(int(lengths.argsort()[CALLS // 2]), device="cuda")
     dist.broadcast(kept, 0)
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, calls[int(kept.item())])
     ts.check()
     if record is not None:
-        zero = min(map(_begin, everybody))
+        zero = min(map(begin_of, everybody))
         for other, call in enumerate(everybody):
             for lane, of in call.items():
-                spans = [_microseconds(one, zero) for one in of]
+                spans = [microseconds(one, zero) for one in of]
                 record.rows.append({"rank": other, "lane": lane, "spans": spans})
-        record.data["tokens"], record.data["ms"] = tokens, round((max(map(_end, everybody)) - zero) / 1e6, 4)
+        record.data["tokens"], record.data["ms"] = tokens, round((max(map(end_of, everybody)) - zero) / 1e6, 4)
         record.write()
         print(record.path, record.data["ms"], "ms", flush=True)
 
 
-def _begin(call: dict[str, list[Activity]]) -> float:
+def begin_of(call: dict[str, list[Activity]]) -> float:
+    """When a block's first activity began."""
     return min(one.begin for of in call.values() for one in of)
 
 
-def _end(call: dict[str, list[Activity]]) -> float:
+def end_of(call: dict[str, list[Activity]]) -> float:
+    """When its last one ended."""
     return max(one.end for of in call.values() for one in of)
 
 
-def _microseconds(one: Activity, zero: float) -> list[float]:
+def microseconds(one: Activity, zero: float) -> list[float]:
+    """Its begin and end behind ``zero``."""
     return [round((when - zero) / 1e3, 2) for when in (one.begin, one.end)]

@@ -37,7 +37,8 @@ def page(results: Path) -> list[str]:
         parts += [NOTES(op, explained=NOTES("explained")), *made] if made else []
     parts += blocks.sections(results) + rank_calls.sections(results)
     parts += TIMELINES.sections(results) + CAPTURED.sections(results)
-    return parts + [lanes(path) for path in paths(results, "mlp_timeline_x*.json")]
+    parts += [lanes(path) for path in paths(results, "mlp_timeline_x*.json")]
+    return parts + [mixture(path) for path in paths(results, "moe_timeline_x*.json")]
 
 
 def of_op(data: Data, op: str) -> list[str]:
@@ -180,3 +181,27 @@ def lanes(path: Path) -> str:
     record = f"benchmarks/results/{data['folder']}/{path.name}"
     return NOTES("lanes", **{**data, "device": device_of(data)}, record=record, copied=copied / 1e3,
                  beside=beside / copied, picture=lanes_picture(path))  # fmt: skip
+
+
+def mixture(path: Path) -> str:
+    """Of a mixture: what each of its parts took on each rank, and how much of the pushes lies beside products."""
+    data = load(path)
+    ranks: dict[int, dict[str, list[list[float]]]] = {}
+    for row in data["rows"]:
+        ranks.setdefault(row["rank"], {})[row["lane"]] = row["spans"]
+    parts = []
+    for rank, lane in ranks.items():
+        took = {name: sum(end - begin for begin, end in spans) for name, spans in lane.items()}
+        products = [span for name in ("own rows", "rows of others") for span in lane[name]]
+        pushes = [span for name in ("push rows", "push results") for span in lane[name]]
+        beside = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in pushes for b, e in products)
+        first = min(begin for begin, _ in lane["own rows"])
+        pushed = took["push rows"] + took["push results"]
+        parts.append(NOTES(
+            "lanes moe rank", rank=rank, received=data["rows_received"][rank], first=first, own=took["own rows"],
+            others=took["rows of others"], wait=took["wait"], pushed=pushed, beside=beside / pushed,
+            rest=took["sort, add"],
+        ))  # fmt: skip
+    record = f"benchmarks/results/{data['folder']}/{path.name}"
+    return NOTES("lanes moe", **{**data, "device": device_of(data)}, record=record, parts="\n".join(parts),
+                 picture=lanes_picture(path))  # fmt: skip

@@ -24,6 +24,17 @@ _LANES = {
     "rows of others": ("peers' rows", palette.SECOND, "all-gather (copies)"),
     "sums of others": ("peers' sums", palette.REDUCE, "reduce-scatter (copies)"),
 }
+#: The same of a mixture of experts.
+_MIXTURE = {
+    "sort, add": ("sort; weighted sums", palette.NEUTRAL, "other kernels"),
+    "push rows": ("rows to all ranks", palette.BRING, "dispatch (a kernel's copies)"),
+    "wait": ("waits for a peer", palette.FAINT, "waiting kernel (one warp)"),
+    "own rows": ("experts, own rows", palette.OURS, "grouped matmul"),
+    "rows of others": ("experts, peers' rows", palette.OURS, "grouped matmul"),
+    "push results": ("results to their ranks", palette.REDUCE, "combine (a kernel's copies)"),
+}
+#: Records of what whole GPUs did.
+BLOCKS = ("mlp_timeline_x*.json", "moe_timeline_x*.json")
 #: Of a way to gather, by the end of a record's name: what the title says.
 _WAYS = {"_push": ", pushed", "_pull": ", pulled"}
 
@@ -83,13 +94,13 @@ class Timelines(NamedTuple):
 
 
 def lanes_picture(path: Path) -> str:
-    """The picture of a record of what whole GPUs did: ``mlp_timeline_x<world>``."""
+    """The picture of a record of what whole GPUs did: ``mlp_timeline_x<world>``, ``moe_timeline_x<world>``."""
     return f"{path.stem.replace('_timeline', '')}_{path.parent.name}.png"
 
 
 def plot_lanes(results: Path, images: Path) -> None:
     """A picture of each such record."""
-    for path in paths(results, "mlp_timeline_x*.json"):
+    for path in (path for names in BLOCKS for path in paths(results, names)):
         images.mkdir(parents=True, exist_ok=True)
         _draw_lanes(load(path), images / lanes_picture(path))
 
@@ -99,13 +110,16 @@ def _draw_lanes(data: Data, path: Path) -> None:
 
     rows, inner = data["rows"], _LANE * len(data["rows"])
     height = inner + 124
-    title = f"A tensor-parallel MLP block, forward, {data['tokens']} tokens, {data['dtype']}, {device_of(data)}"
+    lanes, block = _LANES, f"A tensor-parallel MLP block, forward, {data['tokens']} tokens"
+    if "of" in data:
+        lanes, block = _MIXTURE, f"A mixture of experts ({data['of']}), {data['tokens']} tokens a rank, {data['skew']}"
+    title = f"{block}, {data['dtype']}, {device_of(data)}"
     made = palette.figure(palette.WIDTH, height)
     axes = made.add_axes((0.21, 76 / height, 0.77, inner / height))
     legend = {}
     for y, row in enumerate(rows):
         spans = [(begin / 1e3, (end - begin) / 1e3) for begin, end in row["spans"]]
-        _, colour, what = _LANES[row["lane"]]
+        _, colour, what = lanes[row["lane"]]
         axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=colour)
         if spans:
             legend[what] = Patch(facecolor=colour, label=what)
@@ -113,7 +127,7 @@ def _draw_lanes(data: Data, path: Path) -> None:
             axes.axhline(y - 0.5, color=palette.FAINT, linewidth=0.8)
             axes.axhline(y - 0.5, -0.27, 0, color=palette.FAINT, linewidth=0.8, clip_on=False)
     axes.set_yticks(
-        range(len(rows)), [_LANES[row["lane"]][0] for row in rows], fontsize=palette.SMALL, color=palette.TEXT
+        range(len(rows)), [lanes[row["lane"]][0] for row in rows], fontsize=palette.SMALL, color=palette.TEXT
     )
     for rank in dict.fromkeys(row["rank"] for row in rows):
         places = [y for y, row in enumerate(rows) if row["rank"] == rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.distributed import floors, ranks
+from benchmarks.distributed import floors, moe_timeline, ranks
 from benchmarks.distributed import timelines as recorded
 from benchmarks.report import distributed
 
@@ -69,13 +69,32 @@ def test_a_blocks_activities_are_sorted_into_lanes() -> None:
         "gather: w1, w3": 2, "w2, and publish": 1, "silu, sum": 3, "own rows": 1, "rows of others": 1,
         "sums of others": 1,
     }  # fmt: skip
-    assert recorded._end(lanes) == 1200e3
-    assert recorded._microseconds(lanes["own rows"][0], 0) == [0, 30]
+    assert recorded.end_of(lanes) == 1200e3
+    assert recorded.microseconds(lanes["own rows"][0], 0) == [0, 30]
 
 
 def test_what_is_no_block_is_said_aloud() -> None:
     with pytest.raises(RuntimeError, match=r"rank 3: 1 matmuls and 0 copies of rows; a block has 3, and some. Kernels"):
         recorded.lanes([ranks.Activity("gemm", 7, 0, 1, 0)], 3)
+
+
+def test_a_mixtures_activities_are_sorted_into_lanes() -> None:
+    """The own rows' products lie between the first two waits; the results are pushed beside the next products."""
+    names = [
+        ("sort", 7), ("begin_call", 7), ("push_rows", 9), ("take_rows", 7), ("gemm", 7), ("gemm", 7), ("take_rows", 7),
+        ("push_results", 9), ("gemm", 7), ("gemm", 7), ("push_results", 9), ("take_results", 7), ("end_call", 7),
+        ("add_results", 7), ("to_dtype", 7),
+    ]  # fmt: skip
+    found = [ranks.Activity(name, stream, 10 * i, 10 * i + 9, 0) for i, (name, stream) in enumerate(names)]
+    lanes = moe_timeline.lanes(found, 0, 2)
+    assert {lane: [one.name for one in of] for lane, of in lanes.items()} == {
+        "sort, add": ["sort", "begin_call", "end_call", "add_results", "to_dtype"], "push rows": ["push_rows"],
+        "wait": ["take_rows", "take_rows", "take_results"], "own rows": ["gemm"] * 2, "rows of others": ["gemm"] * 2,
+        "push results": ["push_results"] * 2,
+    }  # fmt: skip
+    said = "rank 1: 1 kernels push rows, 2 results, and 2 wait for rows; of a fused call over 4 ranks 1, 4 and 4"
+    with pytest.raises(RuntimeError, match=said):
+        moe_timeline.lanes(found, 1, 4)
 
 
 def event(kind: str, stream: int, begin: float, length: float, size: int = 0) -> dict[str, object]:
