@@ -446,7 +446,9 @@ def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count
         count(text)
         assert planned(monkeypatch, "all_gather_matmul").first is None
     count("2")
-    with pytest.raises(ValueError, match=r"TILESTREAM_GRAPH_RANKS='2': .*captured, or unset, .*; 1 for all; 0 for none"):
+    with pytest.raises(
+        ValueError, match=r"TILESTREAM_GRAPH_RANKS='2': .*captured, or unset, .*; 1 for all; 0 for none"
+    ):
         planned(monkeypatch, "all_gather_matmul")
 
 

@@ -1,7 +1,7 @@
 """Calls between ranks that CUDA graphs hold: eager calls, replays, both by turns; ranks that are late, or lost.
 
 The device counts all calls (TILESTREAM_GRAPH_RANKS=1); in the tests of ``captured_ranks`` captured calls, and the first
-eager one of each kind (TILESTREAM_GRAPH_RANKS=captured). Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on
+eager one of each kind, as by default. Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on
 one.
 
     PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_graph_ranks.py
@@ -17,7 +17,7 @@ import distributed_jobs
 import gather_jobs
 import graph_rank_jobs as jobs
 import pytest
-from test_gpu_distributed import REDUCED, SHARED, WORLDS, Pools, cases, make_pool, sums
+from test_gpu_distributed import REDUCED, SHARED, WORLDS, Pools, cases, make_pool, sums, unshared
 
 from tilestream.launch.native import why_not
 
@@ -49,7 +49,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def captured_ranks():
-    pools = CountedPools("captured")
+    pools = CountedPools("")
     yield pools
     pools.close()
 
@@ -113,6 +113,43 @@ def test_a_capture_wants_a_call_before_it_where_the_host_counts_others(captured_
 
 def test_kinds_that_are_called_once_are_captured(captured_ranks):
     assert max(captured_ranks.run(2, jobs.kinds, bound=200, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("job", ["piecewise", "layers"])
+def test_graphs_of_engines_by_default(captured_ranks, job):
+    assert max(captured_ranks.run(2, getattr(jobs, job), bound=200, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("job", ["destroyed", "pooled"])
+def test_graphs_and_their_memory_by_default(captured_ranks, job, name):
+    assert max(captured_ranks.run(2, getattr(jobs, job), name, bound=120, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("job", ["compiled", "compiled_and_captured"])
+def test_compiled_functions_and_graphs_by_default(captured_ranks, job, name):
+    assert max(captured_ranks.run(2, getattr(jobs, job), name, True, bound=200, seconds=60)) < 8.0
+
+
+def test_torchs_fused_ops_in_graphs_by_default(captured_ranks):
+    assert max(captured_ranks.run(2, jobs.torchs_ops, bound=200, seconds=60)) < 1e-2
+
+
+@unshared("torch's barrier wants the ranks to run at once")
+def test_torchs_fused_ops_in_graphs_of_torchs_compiler(captured_ranks):
+    assert max(captured_ranks.run(2, jobs.torchs_ops_compiled, bound=200, seconds=60)) < 1e-2
+
+
+def test_ranks_whose_devices_count_other_calls_raise_on_all():
+    pool = make_pool()
+    try:
+        for first, second, right in pool.run(2, jobs.other_counts, bound=120, seconds=60):
+            assert "differ in TILESTREAM_GRAPH_RANKS: " in first, first
+            assert "differ in TILESTREAM_GRAPH_RANKS: " in second, second
+            assert right
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
