@@ -6,13 +6,12 @@ tokens: they are on each rank (matmul + all-reduce).
 
 Ways: ``ours``, as the table decides; ``nccl``: the same block with the group's collectives and torch.mm. Each is run
 ``eager``, ``compiled`` (torch.compile; ops of ours are nodes of its graph), and ``captured`` (a CUDA graph of the eager
-block, ours as the device counts the calls: TILESTREAM_GRAPH_RANKS=1, in a run of its own). Microseconds on the GPU from
+block, in a run of its own; the device counts calls of ours). Microseconds on the GPU from
 when all ranks have met (`ranks.MeetingClock`), and of one block of many, from idle to idle, host included.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -164,5 +163,4 @@ def served(rank: int, world: int, session: Session) -> None:
 
 def served_captured(rank: int, world: int, session: Session) -> None:
     """Replayed."""
-    os.environ["TILESTREAM_GRAPH_RANKS"] = "1"
     _measure(rank, world, session, "served_captured", lambda call: {"captured": Replayed(call)})

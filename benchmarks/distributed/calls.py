@@ -11,13 +11,11 @@ Ways: ``ours`` as the table decides, without a deadline, ``ours invariant`` (wit
 ``ours unfused``, ``nccl + mm`` (by hand: a collective and torch.mm), and ``torch fused`` (symmetric memory). They take
 turns, in another order each round. Each answer is checked first.
 
-`captured` measures replays of a CUDA graph of one call in each way, ours as the device counts them
-(TILESTREAM_GRAPH_RANKS=1).
+`captured` measures replays of a CUDA graph of one call in each way; the device counts ours.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -51,6 +49,7 @@ ROWS = [
     ("gather", 3072, 5120, 8192), ("sum", 3072, 8192, 5120), ("gather", 1536, 5120, 8192),
     ("all_reduce", 16, 8192, 4096), ("gather", 12288, 5120, 8192), ("gather", 6144, 5120, 8192),
     ("sum", 12288, 8192, 5120), ("gather", 256, 5120, 8192), ("sum", 1536, 8192, 5120), ("all_reduce", 128, 8192, 4096),
+    ("sum", 256, 8192, 5120), ("sum", 1024, 8192, 5120), ("all_reduce", 1, 8192, 4096), ("gather", 1024, 5120, 8192),
 ]  # fmt: skip
 #: Those whose replays are measured: small ones, too.
 CAPTURED = [
@@ -190,7 +189,6 @@ def calls(rank: int, world: int, session: Session) -> None:
 
 def captured(rank: int, world: int, session: Session) -> None:
     """Replays."""
-    os.environ["TILESTREAM_GRAPH_RANKS"] = "1"
     _measure(rank, world, session, "captured", CAPTURED, Replayed)
 
 
