@@ -11,7 +11,7 @@ import torch
 
 import tilestream as ts
 from tilestream.distributed import all_gather_matmul, dispatch, library, repeats, unfused
-from tilestream.distributed.repeats import PlainCall, Repeat, plain_call
+from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, Repeat, plain_call
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import native
 from tilestream.plan.limit import limit as native_limit
@@ -254,17 +254,28 @@ def test_a_registered_op_repeats_as_a_plain_call_does(state, usual, op, return_a
 @pytest.mark.parametrize(
     ("op", "at", "value"),
     [
-        ("all_gather_matmul", 3, [A]), ("all_gather_matmul", 4, ["relu"]), ("all_gather_matmul", 5, A),
-        ("all_gather_matmul", 6, [A]), ("all_gather_matmul", 0, []),
-        ("matmul_reduce_scatter", 4, A), ("matmul_reduce_scatter", 5, A), ("matmul_all_reduce", 5, A),
+        ("all_gather_matmul", 3, [B]), ("all_gather_matmul", 4, ["relu"]), ("all_gather_matmul", 5, B),
+        ("all_gather_matmul", 6, [B]), ("matmul_reduce_scatter", 4, B), ("matmul_reduce_scatter", 5, B),
+        ("matmul_reduce_scatter", 6, B), ("matmul_all_reduce", 3, B), ("matmul_all_reduce", 4, B),
     ],
 )  # fmt: skip
-def test_registered_calls_that_take_the_usual_way(state, usual, op, at, value):
+def test_registered_calls_with_a_bias_an_activation_or_a_scale_are_other_calls(state, usual, op, at, value):
     run, given = REGISTERED[op]
     changed = list(given)
     changed[at] = value
-    if value == []:
-        changed[3] = changed[4] = changed[6] = []
+    for arguments in (given, changed, changed):
+        run(A, *arguments)
+    (_, one), (request, other), (_, again) = usual
+    assert one.key != other.key == again.key
+    assert one.extras is NO_EXTRAS
+    assert [*other.extras.tensors, *filter(None, other.extras.activations)] == (value if type(value) is list else [B])
+    assert other.extras.scale_a is request.scale_a
+
+
+def test_a_registered_call_without_a_product_takes_the_usual_way(state, usual):
+    run, given = REGISTERED["all_gather_matmul"]
+    changed = list(given)
+    changed[0] = changed[3] = changed[4] = changed[6] = []
     run(A, *changed)
     assert usual[0][1] is None
 
@@ -357,6 +368,103 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
         unfused.UnfusedAllReduce.of(call, device, None, True, by_torch)
         torch.testing.assert_close(call.repeated(), 2 * (a @ b))
     assert [one[0] for one in group.asked] == ["gather", "gather", "scatter", "reduce", "reduce"]
+
+
+def test_unfused_calls_have_their_biases_activations_and_scales(state, group, monkeypatch):
+    def product(op, a, b, *, bias, activation, scale_a, scale_b, **how):
+        out = (a.float() @ b.float()) * (1 if scale_a is None else scale_a) * (1 if scale_b is None else scale_b)
+        out = out if bias is None else out + bias
+        return (out.relu() if activation == "relu" else out).to(torch.bfloat16)
+
+    monkeypatch.setattr(native, "product", product)
+    monkeypatch.setattr(group, "_allgather_base", lambda into, x, options: (into.copy_(torch.cat([x, x])), None)[1])
+    a, b = torch.randn(8, 4, dtype=torch.bfloat16), torch.randn(4, 2, dtype=torch.bfloat16)
+    bias, scale_b, device = torch.randn(2), torch.randn(2).abs(), torch.device("cpu")
+    exact, rows = a.float() @ b.float() * scale_b, torch.randn(8).abs()
+    for scale in (rows, rows[:1].view(())):
+        of_rows = scale.view(-1, 1)
+        state.repeats.clear()
+        extras = Extras((bias, None), ("relu", None), scale, (scale_b, None))
+        call = plain(a, [b, b[:, :1]])._replace(extras=extras)
+        unfused.UnfusedGather.of(call, device, None, True)
+        _, (first, second) = call.repeated()
+        right = (exact * of_rows + bias).relu()
+        torch.testing.assert_close(first.float(), torch.cat([right, right]), rtol=2e-2, atol=1e-2)
+        right = a.float() @ b[:, :1].float() * of_rows
+        torch.testing.assert_close(second.float(), torch.cat([right, right]), rtol=2e-2, atol=1e-2)
+    extras = Extras((bias,), (None,), rows, (scale_b,))
+    for kind, right in (
+        (unfused.UnfusedSum, (exact * rows.view(-1, 1))[:4] + bias),
+        (unfused.UnfusedAllReduce, 2 * exact * rows.view(-1, 1) + bias),
+    ):
+        state.repeats.clear()
+        call = plain(a, b)._replace(extras=extras._replace(scale_a=rows.view(-1, 1)))
+        kind.of(call, device, None, True)
+        torch.testing.assert_close(call.repeated().float(), right, rtol=2e-2, atol=2e-2)
+
+
+def test_shards_of_8_bits_are_gathered_as_bytes(state, monkeypatch):
+    """Not all of NCCL's versions know these dtypes."""
+    seen = []
+    state.group = SimpleNamespace(_allgather_base=lambda into, x, options: seen.extend((into.dtype, x.dtype)))
+    monkeypatch.setattr(native, "product", lambda op, a, b, **how: a)
+    call = plain(A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn))
+    unfused.UnfusedGather.of(call, torch.device("cpu"), None, True)
+    _, (out,) = call.repeated()
+    assert (out.shape, out.dtype) == ((16, 4), torch.float8_e4m3fn)
+    assert seen == [torch.uint8] * 2
+
+
+EXTRAS = {"bias": B[0], "activation": "relu", "scale_a": torch.ones(8, 1), "scale_b": torch.ones(1, 2)}
+
+
+def given(**extras):
+    named = tuple(extras.get(name) for name in EXTRAS)
+    return plain_call("all_gather_matmul", None, A, B, 0, None, "auto", extras=named)
+
+
+def test_what_a_call_has_beside_its_operands_is_in_its_key(state):
+    calls = [plain(A, B, 0, None, "auto"), *(given(**{name: EXTRAS[name]}) for name in EXTRAS)]
+    calls += [given(**EXTRAS), given(bias=B[0].float()), given(bias=B[0], activation="gelu"), given(scale_a=B[0])]
+    assert len({call.key for call in calls}) == len(calls)
+    again = given(**{name: x if type(x) is str else x.clone() for name, x in EXTRAS.items()})
+    assert again.key == given(**EXTRAS).key
+    assert given(activation="none").key == given().key
+    assert again.extras.scale_a.equal(EXTRAS["scale_a"])
+
+
+def test_extras_of_many_products_are_numbered_in_parts(state, monkeypatch):
+    asked = []
+
+    def number(*tensors):
+        assert 2 <= len(tensors) <= 5
+        asked.append(len(tensors))
+        return numbered(*tensors)
+
+    monkeypatch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=number))
+    bs, row = [B] * 4, B[0]
+    call = plain_call(
+        "all_gather_matmul", None, A, bs, 0, None, extras=([row] * 4, None, A[:, :1], [row, None, row, None])
+    )
+    assert asked == [5, 5, 2]
+    other = plain_call(
+        "all_gather_matmul", None, A, bs, 0, None, extras=([row] * 4, None, A[:, :1], [row, row, None, None])
+    )
+    assert call.key != other.key, "another product has the scale"
+    monkeypatch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=lambda *x: int(len(x) != 2)))
+    assert plain_call("all_gather_matmul", None, A, [B, B], 0, None, extras=(None, None, A, None)) is None
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"bias": [1]}, {"bias": [B[0], B[0]]}, {"bias": 1.0}, {"activation": ["relu", "relu"]}, {"activation": 1},
+        {"scale_a": 0.5}, {"bias": B[0].clone().requires_grad_()}, {"scale_a": GRADIENT}, {"scale_b": {"a": B}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_extras_that_take_the_usual_way(state, extras):
+    assert given(**extras) is None
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def _kinds(rank: int, world: int):
         lambda i: tsd.matmul_reduce_scatter(shard(i, 2, 64 * world, 512), parts[rank], scatter_dim=1, **how),
     )
     yield "all-reduce", lambda i: tsd.matmul_all_reduce(shard(i, 64, 512), parts[rank], **how)
+    yield from _with_extras(rank, world, columns, parts, shard, how)
     unfused = {"form": "unfused"}
     yield "unfused gather", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns, **unfused)
     whole = unfused | {"return_a": True}
@@ -53,6 +54,55 @@ def _kinds(rank: int, world: int):
     yield "unfused sum", lambda i: tsd.matmul_reduce_scatter(shard(i, 256 * world, 512), parts[rank], **unfused)
     yield "unfused all-reduce", lambda i: tsd.matmul_all_reduce(shard(i, 64, 512), parts[rank], **unfused)
     yield "all-reduce of one row", lambda i: tsd.matmul_all_reduce(shard(i, 1, 512), parts[rank], **how)
+
+
+def _with_extras(rank: int, world: int, columns, parts, shard, how):
+    """The same with biases, activations and scales of their own in each call, fused and unfused."""
+
+    def bias(i: int, n: int) -> torch.Tensor:
+        return random(1000 * i + n, n)
+
+    def f8(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e4m3fn)
+
+    def scale(i: int, *shape: int) -> torch.Tensor:
+        return random(2000 * i + rank, *shape, dtype=torch.float32).abs() + 0.1
+
+    weight, part = (f8(x.t().contiguous()).t() for x in (columns[0], parts[rank]))
+
+    def scaled(op, this, rows: int, b: torch.Tensor, one: bool):
+        """An op on 8-bit operands, with a scale, or one a row."""
+        n = b.shape[1]
+        return lambda i: op(
+            f8(shard(i, rows, 512)), b, scale_a=scale(i, 1) if one else scale(i, rows, 1), scale_b=scale(i, 1, n),
+            bias=bias(i, n), out_dtype=torch.bfloat16, **this,
+        )  # fmt: skip
+
+    def biased(op, this, rows: int, b, **more):
+        """An op with a bias; of several products the first has one."""
+        n = (b[0] if isinstance(b, list) else b).shape[1]
+
+        def call(i: int):
+            added = [bias(i, n), None] if isinstance(b, list) else bias(i, n)
+            return op(shard(i, rows, 512), b, bias=added, **more, **this)
+
+        return call
+
+    gather, scatter, reduce = tsd.all_gather_matmul, tsd.matmul_reduce_scatter, tsd.matmul_all_reduce
+    for form in ("fused", "unfused"):
+        this = how | {"form": form}
+        yield f"{form}: gather, bias and gelu", biased(gather, this, 128, columns[0], activation="gelu")
+        yield f"{form}: gather, a bias of two", biased(gather, this, 256, columns[:2], activation=["relu", None])
+        yield f"{form}: gather, its rows, bias", biased(gather, this, 128, columns[0], return_a=True)
+        yield f"{form}: sum, bias", biased(scatter, this, 256 * world, parts[rank])
+        if form == "fused":  # others are not repeated
+            yield "fused: average, bias", biased(scatter, this, 256 * world, parts[rank], reduce_op="avg")
+        yield f"{form}: all-reduce, bias", biased(reduce, this, 64, parts[rank])
+        for one in (False, True):
+            scales = "one scale" if one else "scales of rows"
+            yield f"{form}: 8-bit gather, {scales}", scaled(gather, this, 128, weight, one)
+            yield f"{form}: 8-bit sum, {scales}", scaled(scatter, this, 128 * world, part, one)
+            yield f"{form}: 8-bit all-reduce, {scales}", scaled(reduce, this, 64, part, one)
 
 
 def _flat(made) -> list[torch.Tensor]:
@@ -70,6 +120,7 @@ def same_bits(rank, world):
     """By kind: whether a repeated call has the bits of the usual way, and how many calls were repeated."""
     found = {}
     for name, call in _kinds(rank, world):
+        call(0)  # the device counts it, and it may have other bits
         before = _repeated()
         repeated = [_flat(call(i)) for i in range(CALLS)]
         count = _repeated() - before
@@ -93,6 +144,8 @@ def compiled(rank, world):
         "sum": (128 * world, lambda x: tsd.matmul_reduce_scatter(x, part, form="fused")),
         "all-reduce": (64, lambda x: tsd.matmul_all_reduce(x, part, form="fused")),
         "unfused all-reduce": (64, lambda x: tsd.matmul_all_reduce(x, part, form="unfused")),
+        "gather, bias": (128, lambda x: tsd.all_gather_matmul(x, b, bias=b[0], activation="relu", form="fused")),
+        "sum, bias": (128 * world, lambda x: tsd.matmul_reduce_scatter(x, part, bias=part[0], form="fused")),
     }
     for name, (rows, op) in ops.items():
         step, worst = torch.compile(lambda x, op=op: op(x * 2) + 1, dynamic=False), Worst()
@@ -108,6 +161,8 @@ def compiled(rank, world):
 def in_turn(rank, world, count):
     """The largest error of calls of all kinds in turn, without a barrier, on two streams; and the repeated ones."""
     kinds, worst = dict(_kinds(rank, world)), Worst()
+    for call in kinds.values():
+        call(0)  # the device counts it, and it may have other bits
     expected = {name: [_flat(call(i)) for i in range(3)] for name, call in kinds.items()}
     finish()
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]

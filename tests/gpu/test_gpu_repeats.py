@@ -39,7 +39,7 @@ def test_calls_of_compiled_functions_are_repeated(ranks):
 
 
 def test_kinds_in_turn_on_two_streams_without_a_barrier(ranks):
-    rounds = 6 if SHARED else 60
+    rounds = 6 if SHARED else 40
     for error, count in ranks.run(2, jobs.in_turn, rounds, bound=240, seconds=60):
         assert error == 0.0
         assert count > 8 * rounds

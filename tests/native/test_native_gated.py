@@ -67,7 +67,7 @@ def python_calls(extension, driver, cuda, monkeypatch) -> list[Any]:
     def multiplied(r: request.Request) -> torch.Tensor:
         b = r.b.contiguous()
         out = torch.zeros(*r.a.shape[:-1], b.shape[-1], dtype=BF16) if r.out is None else r.out
-        x = Matmul(0, r.a.reshape(-1, r.a.shape[-1]), r.b, r.bias)
+        x = Matmul(0, r.a.reshape(-1, r.a.shape[-1]), r.b, r.bias, None, r.scale_a, r.scale_b)
         extra = words(r, {"row": r.arrival, "column": r.weight_arrival}, r.publish)
         local = None if r.arrival is None else r.arrival._signals.local_rows
         launch = Launch(driver, x, extra=extra, local=None if local is None else local.rows)

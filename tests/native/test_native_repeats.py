@@ -27,7 +27,8 @@ from tilestream.distributed import call_queue, copy_engines, slots
 from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
 from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat, matmul_scatter
 from tilestream.distributed.one_shot import AllReduceQueue
-from tilestream.distributed.repeats import PlainCall
+from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall
+from tilestream.distributed.request import one_a_row
 from tilestream.distributed.shards import ScaledRows, Shards
 from tilestream.launch import native_program
 from tilestream.launch.launcher import VARIES, Launcher
@@ -70,8 +71,8 @@ def state() -> Any:
     return made
 
 
-def plain(state: Any, a: torch.Tensor, *bs: torch.Tensor, key: object = "key") -> PlainCall:
-    return PlainCall(state, (key,), a, bs, 0, None)
+def plain(state: Any, a: torch.Tensor, *bs: torch.Tensor, key: object = "key", extras: Extras = NO_EXTRAS) -> PlainCall:
+    return PlainCall(state, (key,), a, bs, 0, None, extras)
 
 
 class Asked(NamedTuple):
@@ -103,21 +104,30 @@ class Gathers:
     shards = Shards(1, 2, 8, 64, parts=2)
 
     def __init__(self, state: Any, way: str = "push") -> None:
-        self.state, self.queue = state, GatherQueue(state, DEVICE, Memory(2, 16 * 64 * 2, 16).of(0))
+        self.state, self.queue = state, GatherQueue(state, DEVICE, Memory(2, 16 * 64 * 2 + 256, 16).of(0))
         self.way, self.brings, self.return_a = way, False, False
         #: All ranks' rows of the last call, with `return_a`.
         self.gathered: torch.Tensor | None = None
 
-    def usual(self, a: torch.Tensor, *bs: torch.Tensor) -> list[torch.Tensor]:
-        repeat = GatherRepeat.of(plain(self.state, a, *bs), self.queue, self.shards, self.way, self.return_a)
+    def usual(self, a: torch.Tensor, *bs: torch.Tensor, extras: Extras = NO_EXTRAS) -> list[torch.Tensor]:
+        of_call = self.queue, self.shards, self.way, self.return_a, extras
+        repeat = GatherRepeat.of(plain(self.state, a, *bs, extras=extras), *of_call)
         self.gathered = zeros(*self.shards.shape) if self.return_a else None
 
         def compute(slot: ScaledRows, arrival: ts.Arrival) -> list[torch.Tensor]:
             if self.brings:
                 arrival._signals.local_rows.bring()
-            return [ts.matmul(slot.data.view(16, 64), b, arrival=arrival, deadline=7.0) for b in bs]
+            scales = None if slot.scales is None else slot.scales.view(16, 1)
+            return [
+                ts.matmul(
+                    slot.data.view(16, 64), b, bias=bias, activation=activation, scale_a=scales, scale_b=scale_b,
+                    arrival=arrival, deadline=7.0,
+                )
+                for b, bias, activation, scale_b in zip(bs, *extras[:2], extras.scales_b, strict=False)
+            ]  # fmt: skip
 
-        shard = ScaledRows(a.view(1, 8, 64), None)
+        scale = extras.scale_a
+        shard = ScaledRows(a.view(1, 8, 64), None if scale is None else one_a_row(scale, (8, 1)).view(1, 8, 1))
         return self.queue.issue(self.shards, shard, self.gathered, compute, 7.0, self.way, repeat)
 
 
@@ -151,6 +161,60 @@ def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(
         assert gathers.queue._pending is None
     assert len(python_calls) == made, "no launch was Python's"
     assert state.repeated == 2 * gather.SLOTS
+
+
+def extras_of(what: str, scale_a: torch.Tensor) -> Extras:
+    """New biases and scales of two products, the first of which has them all."""
+    bias = zeros(32) if "bias" in what else None
+    scale_b = torch.ones(1, 32) if "scales" in what else None
+    given = scale_a.clone() if "scales" in what else None
+    return Extras((bias, None), ("relu" if "activation" in what else None, None), given, (scale_b, None))
+
+
+@pytest.mark.parametrize("way", ["push", "pull"])
+@pytest.mark.parametrize("what", ["bias", "activation", "scales", "bias, activation, scales"])
+def test_a_repeated_gather_has_the_biases_and_scales_of_its_call(
+    state, python_calls, driver, monkeypatch, what, way  # noqa: F811
+):  # fmt: skip
+    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
+        driver.library.fake_note(COPY_ACROSS, 0, to.data_ptr(), source.data_ptr(), source.nbytes)
+
+    monkeypatch.setattr(slots, "copy", copied)
+    gathers, scale = Gathers(state, way), torch.ones(8, 1)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), zeros(64, 32), zeros(64, 40), extras=extras_of(what, scale))
+    made = len(python_calls)
+    for i in range(2 * gather.SLOTS):
+        other, bs, extras = zeros(8, 64), [zeros(64, 32), zeros(64, 40)], extras_of(what, scale)
+        Asked.of(driver)
+        _, outs = plain(state, other, *bs, extras=extras).repeated()
+        repeated = Asked.of(driver)
+        gathers.queue.take_back(1 + gather.SLOTS + i + 1)  # the usual way, of the same epoch
+        usual = gathers.usual(other, *bs, extras=extras)
+        assert repeated == Asked.of(driver).with_outputs(usual, outs)
+        first = repeated.launches[0]
+        for x in (extras.biases[0], extras.scales_b[0]):
+            assert x is None or struct.pack("=Q", x.data_ptr()) in first
+        copies = [one for one in repeated.operations if one[0] == COPY_ACROSS]
+        if extras.scale_a is not None:
+            assert [one[3] for one in copies].count(extras.scale_a.data_ptr()) == (2 if way == "push" else 1)
+    assert len(python_calls) == made, "no launch was Python's"
+    assert state.repeated == 2 * gather.SLOTS
+
+
+def test_one_scale_of_a_gather_is_expanded_at_each_call(state, python_calls, driver, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(slots, "copy", lambda to, source: None)
+    gathers, scale, b = Gathers(state), torch.tensor(0.5), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b, extras=extras_of("scales", scale))
+    issued: list[torch.Tensor] = []
+    (repeat,) = state.repeats.values()
+    program = repeat.programs[gathers.queue.next_slot]
+    monkeypatch.setattr(program, "issue", lambda *values: issued.append(values) or True)
+    call = plain(state, zeros(8, 64), b, extras=extras_of("scales", torch.tensor(0.25)))
+    assert call.repeated() is not None
+    assert call.scales_of_rows().equal(torch.full((8, 1), 0.25))
+    assert issued[0][4] not in (0, call.extras.scale_a.data_ptr())
 
 
 @pytest.mark.parametrize("way", ["push", "pull"])
@@ -262,32 +326,33 @@ class Sums:
         kind = AllReduceQueue if one_shot else ReduceScatterQueue
         self.queue = kind(state, DEVICE, Memory(2, 16 * 32 * 2, 16).of(0))
         self.received, self.launches = zeros(2, 1, 8, 32), {}
-        signature = {"parts": "*bf16", "out": "*bf16", "epoch": "i32", "rank": "i32"}
-        self.adds = Launcher(kernel(driver, signature, {}, []), (3, 1, 1), [VARIES, VARIES, VARIES, 0])
+        signature = {"parts": "*bf16", "out": "*bf16", "bias": "*bf16", "epoch": "i32", "rank": "i32"}
+        self.adds = Launcher(kernel(driver, signature, {}, []), (3, 1, 1), [VARIES, VARIES, VARIES, VARIES, 0])
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, extras: Extras = NO_EXTRAS) -> None:
         """A product into a slot, native from the second time on."""
-        x = Matmul(0, a, b)
+        x = Matmul(0, a, b, None, None, extras.scale_a, extras.scales_b[0])
         if tried(self.extension, x, into)[0] is None or not self.launches:
             launch = self.launches.setdefault(0, Launch(self.driver, x))
             assert remember(self.extension, launch, x, into)
 
-    def add(self, out: torch.Tensor, epoch: int) -> None:
-        varying = self.received.data_ptr(), out.data_ptr(), epoch
+    def add(self, out: torch.Tensor, epoch: int, bias: torch.Tensor | None = None) -> None:
+        varying = self.received.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(), epoch
         self.adds(0, *varying)
         if (seen := observation()) is not None:
             assert seen.issued[-1] == (self.adds, varying)
 
-    def usual(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def usual(self, a: torch.Tensor, b: torch.Tensor, extras: Extras = NO_EXTRAS) -> torch.Tensor:
         out = zeros(16 if self.one_shot else 8, 32)
         given = (0, None) if self.one_shot else (2, lambda state: self.received)
-        repeat = SumRepeat.of(plain(self.state, a, b), self.queue, *given, tuple(out.shape), BF16)
+        of_call = self.queue, *given, tuple(out.shape), BF16, extras
+        repeat = SumRepeat.of(plain(self.state, a, b, extras=extras), *of_call)
 
         def product(into: torch.Tensor, *_: Any) -> None:
-            self.multiply(a, b, into)
+            self.multiply(a, b, into, extras)
 
         def add(operand: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
-            self.add(out, epoch)
+            self.add(out, epoch, extras.biases[0])
 
         if self.one_shot:
             self.queue.reduce((16, 32), BF16, product, add, 7.0, repeat)
@@ -316,6 +381,32 @@ def test_a_repeated_sum_asks_for_what_the_usual_way_asks_for(state, extension, d
         assert recorded == [one for one in asked.operations if one[0] != RECORD]
         assert repeated.launches == asked.launches
         assert len(asked.launches) == 2
+    assert state.repeated == 2 * gather.SLOTS
+
+
+@pytest.mark.parametrize("one_shot", [False, True], ids=["sum", "all-reduce"])
+@pytest.mark.parametrize("what", ["bias", "scales", "bias, scales"])
+def test_a_repeated_sum_has_the_bias_and_the_scales_of_its_call(state, extension, driver, cuda, one_shot, what):
+    sums = Sums(state, extension, driver, one_shot)
+
+    def given() -> tuple[torch.Tensor, torch.Tensor, Extras]:
+        return zeros(16, 64), zeros(64, 32), extras_of(what, torch.ones(16, 1))
+
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(*given())
+    for i in range(2 * gather.SLOTS):
+        Asked.of(driver)
+        a, b, extras = given()
+        flags, out = sums.queue._flag_value, plain(state, a, b, extras=extras).repeated()
+        repeated = Asked.of(driver)
+        sums.queue.take_back(1 + gather.SLOTS + i + 1)  # the usual way, of the same epoch
+        sums.queue._flag_value = flags
+        usual = sums.usual(a, b, extras)
+        asked = Asked.of(driver).with_outputs([usual], [out])
+        assert repeated.launches == asked.launches
+        multiply, add = repeated.launches
+        for x, launch in ((extras.scale_a, multiply), (extras.scales_b[0], multiply), (extras.biases[0], add)):
+            assert x is None or struct.pack("=Q", x.data_ptr()) in launch
     assert state.repeated == 2 * gather.SLOTS
 
 

@@ -112,14 +112,14 @@ def all_gather_matmul(
         "dim": gather_dim, "bias": bias, "activation": activation, "scale_a": scale_a, "scale_b": scale_b,
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
     }  # fmt: skip
-    plain = None
-    if bias is None and activation is None and scale_a is None and scale_b is None:
-        options = out_dtype, use_fast_accum, form, return_a
-        plain = plain_call(GATHER, group, a_shard, b, gather_dim, deadline, *options)
-        if plain is not None and (made := plain.repeated()) is not None:
-            gathered, outs = made
-            repeated = outs[0] if isinstance(b, torch.Tensor) else outs
-            return (gathered, repeated) if return_a else repeated
+    has_none = bias is None and activation is None and scale_a is None and scale_b is None
+    extras = None if has_none else (bias, activation, scale_a, scale_b)
+    options = out_dtype, use_fast_accum, form, return_a
+    plain = plain_call(GATHER, group, a_shard, b, gather_dim, deadline, *options, extras=extras)
+    if plain is not None and (made := plain.repeated()) is not None:
+        gathered, outs = made
+        repeated = outs[0] if isinstance(b, torch.Tensor) else outs
+        return (gathered, repeated) if return_a else repeated
     request = given_request(GATHER, a_shard, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():
@@ -208,13 +208,13 @@ def matmul_reduce_scatter(
         "dim": scatter_dim, "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
-    plain = None
-    if bias is None and scale_a is None and scale_b is None:
-        options = reduce_op, out_dtype, use_fast_accum, form
-        plain = plain_call(REDUCE_SCATTER, group, a, b, scatter_dim, deadline, *options)
-        if plain is not None and (made := plain.repeated()) is not None:
-            repeated: torch.Tensor = made
-            return repeated
+    has_none = bias is None and scale_a is None and scale_b is None
+    extras = None if has_none else (bias, None, scale_a, scale_b)
+    options = reduce_op, out_dtype, use_fast_accum, form
+    plain = plain_call(REDUCE_SCATTER, group, a, b, scatter_dim, deadline, *options, extras=extras)
+    if plain is not None and (made := plain.repeated()) is not None:
+        repeated: torch.Tensor = made
+        return repeated
     request = given_request(REDUCE_SCATTER, a, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():
@@ -303,13 +303,13 @@ def matmul_all_reduce(
         "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": out_dtype,
         "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
-    plain = None
-    if bias is None and scale_a is None and scale_b is None:
-        options = reduce_op, out_dtype, use_fast_accum, form
-        plain = plain_call(ALL_REDUCE, group, a, b, 0, deadline, *options)
-        if plain is not None and (made := plain.repeated()) is not None:
-            repeated: torch.Tensor = made
-            return repeated
+    has_none = bias is None and scale_a is None and scale_b is None
+    extras = None if has_none else (bias, None, scale_a, scale_b)
+    options = reduce_op, out_dtype, use_fast_accum, form
+    plain = plain_call(ALL_REDUCE, group, a, b, 0, deadline, *options, extras=extras)
+    if plain is not None and (made := plain.repeated()) is not None:
+        repeated: torch.Tensor = made
+        return repeated
     request = given_request(ALL_REDUCE, a, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():

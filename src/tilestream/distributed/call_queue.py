@@ -19,7 +19,7 @@ from tilestream.core.protocols import gather
 from tilestream.distributed.collective import agree, barrier
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import Call
-from tilestream.distributed.program import Handlers, Program, Recorder, run_protocol
+from tilestream.distributed.program import Handlers, Program, Recorder, more, run_protocol
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import channel
@@ -74,6 +74,8 @@ class CallQueue:
 
     #: The op, for messages.
     op = ""
+    #: Values that `admission` reads of an issue.
+    admission_values = more(0).index
 
     def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
         self._rank, self._world, self.device = state.rank, state.world, device
@@ -146,7 +148,7 @@ class CallQueue:
 
         They wait for earlier calls. They stop the issue if the group is broken by then, or if Python has to find out.
         """
-        recorder, state = Recorder(slot), self._state()
+        recorder, state = Recorder(slot, self.admission_values), self._state()
         assert state is not None
         word = ctypes.addressof(state.broken_word)
 

@@ -50,9 +50,20 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
-from tilestream.distributed.repeats import Gathered, PlainCall, ProgramRepeat
+from tilestream.distributed.repeats import NO_EXTRAS, Extras, Gathered, PlainCall, ProgramRepeat
 from tilestream.distributed.shards import Product, ScaledRows, Shards
-from tilestream.distributed.slots import Form, is_brought, local_rows, place, push, slot_rows, slot_size, sources_of
+from tilestream.distributed.slots import (
+    SCALE_BYTES,
+    Form,
+    is_brought,
+    local_rows,
+    place,
+    push,
+    scales_at,
+    slot_rows,
+    slot_size,
+    sources_of,
+)
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.launch.gate import bounds_of
 from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, ProgramError, keeping
@@ -61,6 +72,10 @@ from tilestream.runtime.sequence import AwaitEvent, Check, CopyAcross, Operand, 
 from tilestream.runtime.sequence import Sequence as OperationSequence
 from tilestream.runtime.streams import current_stream
 
+#: Values of a native issue behind the others: the deadline as kernels have it, and the newest report that is known. The
+#: products' addresses follow.
+_ALLOWED, _HEARD = map(more, range(2))
+_ADDRESSES = 2
 #: The most arrivals, one for each shape and slot. This exceeds the calls in flight, since an arrival identifies an
 #: expiry.
 _MOST_ARRIVALS = 128
@@ -102,6 +117,7 @@ class GatherQueue(CallQueue):
     """A group's gathers on one GPU. Hold the group's call."""
 
     op = "all_gather_matmul"
+    admission_values = more(_ADDRESSES).index
 
     def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
         super().__init__(state, device, memory)
@@ -217,9 +233,10 @@ class GatherQueue(CallQueue):
                 at = epoch % gather.SLOTS
                 with keeping() as launches:
                     outs = compute(slot, arrival)
-                if shard.data.is_contiguous() and shard.scales is None:
+                if shard.data.is_contiguous():
                     bring = self._bring(form, at)
-                    fills = {"fill": [bring], "await peers": []}
+                    fills = {"fill": [bring] * from_slot, "await peers": []}
+                    fills["fill"] += [self._bring_scales(form, at)] * form.scaled
                     before = [x for part in program for x in (fills[part] if isinstance(part, str) else [part])]
                     before += [bring] if own is not None and is_brought(own) else []
                     behind = self._finish[at] if gathered is None else ()
@@ -245,7 +262,7 @@ class GatherQueue(CallQueue):
             place(self._rank, into, own)
 
     def repeat(
-        self, program: NativeProgram, known: Arrival, shards: Shards, shard: torch.Tensor, addresses: Sequence[int],
+        self, program: NativeProgram, known: Arrival, shards: Shards, shard: ScaledRows, addresses: Sequence[int],
         seconds: float, way: gather.Way, behind: Callable[[PeerSignals], None] | None = None,
     ) -> list[int] | None:  # fmt: skip
         """Issue a call with all its kernels by a program.
@@ -255,9 +272,9 @@ class GatherQueue(CallQueue):
         known
             The arrival that the program's kernels wait for.
         shard
-            The own rows, contiguous.
+            The own rows, and their scales; contiguous.
         addresses
-            Of the products' right operands, then of their results.
+            See `GatherRepeat`.
         behind
             Issues what follows the kernels before the slot may be used again; None: the program has all operations.
 
@@ -271,16 +288,19 @@ class GatherQueue(CallQueue):
             return None
         if way == "pull":  # the wait for an earlier kernel is no part of the time that this call's peers have
             self._events[(self._epoch - gather.AHEAD) % gather.SLOTS].kernel.synchronize()
-        epoch, index = self.begin_native(), shard.get_device()
+        epoch, index = self.begin_native(), shard.data.get_device()
         signals, stream = _signals(known), torch._C._cuda_getCurrentRawStream(index)
         signals.begin(epoch)
-        shard.record_stream(current_stream(self.device))  # as in `issue`
+        for x in shard:
+            if x is not None:
+                x.record_stream(current_stream(self.device))  # as in `issue`
+        rows, scales = (0 if x is None else x.data_ptr() for x in shard)
         allowed, _ = bounds_of(seconds, self.op)
         if way == "pull":
             self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
             self._watchdog.wake()
         try:
-            if not program.issue(index, stream, epoch, shard.data_ptr(), self._heard, allowed, *addresses):
+            if not program.issue(index, stream, epoch, rows, scales, allowed, self._heard, *addresses):
                 with self._lock:
                     self._pending = None
                 self.take_back(epoch)
@@ -383,6 +403,15 @@ class GatherQueue(CallQueue):
             for batch in range(shards.batches)
         ])  # fmt: skip
 
+    def _bring_scales(self, form: Form, slot: int) -> OperationSequence:
+        """Copies contiguous scales to their place behind the rows of the own slot, as `slots.place`."""
+        shards, first = form.shards, self.memory.address(self._rank, slot) + scales_at(form)
+        size = shards.rows * SCALE_BYTES
+        return OperationSequence(more(0).index, [
+            CopyAcross(CALLING, first + (batch * self._world + self._rank) * size, SECOND + batch * size, size)
+            for batch in range(shards.batches)
+        ])  # fmt: skip
+
     # The host, and giving up ---------------------------------------------------------------------------------------
 
     def admit(self, epoch: int) -> int | None:
@@ -395,11 +424,11 @@ class GatherQueue(CallQueue):
         return run_protocol(gather.begin(epoch), handlers)
 
     def record_admission(self, recorder: Recorder, begin: Callable[[gather.Begin], int]) -> None:
-        """See `CallQueue`; the value `SECOND` is the newest record that is known."""
+        """See `CallQueue`; the value `_HEARD` is the newest record that is known."""
         records = channel(self.device).records
 
         def check(op: gather.CheckExpired) -> int:
-            recorder.add(Check(records.data_ptr(), FIELDS * records.element_size(), RECORDS, SECOND))
+            recorder.add(Check(records.data_ptr(), FIELDS * records.element_size(), RECORDS, _HEARD))
             return 0
 
         handlers: Handlers = {
@@ -531,12 +560,15 @@ def _fill_nan(x: torch.Tensor) -> None:
 
 
 class GatherRepeat(ProgramRepeat):
-    """Equal gathers of a contiguous shard, without scales.
+    """Equal gathers of a contiguous shard.
 
-    ``return_a``: all ranks' rows are copied out of the slot, by torch's kernels behind the program's.
+    ``return_a``: all ranks' rows are copied out of the slot, by torch's kernels behind the program's. The addresses of
+    an issue are those of the products' right operands, of their results, and of the biases and scales that they have.
     """
 
-    def __init__(self, queue: GatherQueue, shards: Shards, way: gather.Way, return_a: bool = False) -> None:
+    def __init__(
+        self, queue: GatherQueue, shards: Shards, way: gather.Way, return_a: bool = False, extras: Extras = NO_EXTRAS
+    ) -> None:
         super().__init__(queue)
         self._queue, self._shards, self._way, self._return_a = queue, shards, way, return_a
         #: By slot: all ranks' rows in it. And whether this rank's own are in the caller's tensor alone.
@@ -547,6 +579,13 @@ class GatherRepeat(ProgramRepeat):
         #: Of each product, its columns; and the dtype of all.
         self._columns: list[int] = []
         self._dtype = torch.bfloat16
+        #: The operands of products that are given, by name. The kernels read scales of rows in the slot.
+        self._given = [
+            (name, i)
+            for name, each in (("bias", extras.biases), ("scale_b", extras.scales_b))
+            for i, x in enumerate(each)
+            if x is not None
+        ]
 
     def learn(
         self, slot: int, arrival: Arrival, before: Sequence[Part], behind: Program, launches: list[Launched],
@@ -567,16 +606,13 @@ class GatherRepeat(ProgramRepeat):
             return
         self._rows[slot], self._own_apart = rows, own_apart
         self._columns, self._dtype, self._arrivals[slot] = [out.shape[1] for out in outs], outs[0].dtype, arrival
-        count = len(outs)
-
-        def patches(i: int) -> list[Patch]:
-            return [
-                Patch("local", FIRST), Patch("b", more(1 + i)), Patch("out", more(1 + count + i)),
-                Patch("row_epoch", EPOCH), Patch("allowed", more(0)),
-            ]  # fmt: skip
-
-        kernels = [(launch, patches(i)) for i, launch in enumerate(launches)]
-        self.keep(slot, 1 + 2 * count, (*self._queue.admission(slot), *before, *kernels, *behind))
+        named = [(name, i) for name in ("b", "out") for i in range(len(outs))] + self._given
+        patches = [[Patch("local", FIRST), Patch("row_epoch", EPOCH), Patch("allowed", _ALLOWED)] for _ in outs]
+        for number, (name, i) in enumerate(named):
+            patches[i].append(Patch(name, more(_ADDRESSES + number)))
+        kernels = zip(launches, patches, strict=True)
+        parts = (*self._queue.admission(slot), *before, *kernels, *behind)
+        self.keep(slot, _ADDRESSES + len(named), parts)
 
     def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> Gathered | None:
         """See `ProgramRepeat`: all ranks' rows, None without ``return_a``, and the products."""
@@ -585,10 +621,13 @@ class GatherRepeat(ProgramRepeat):
         shape = list(a.shape)
         shape[call.dim] *= self._shards.world
         outs = [torch.empty((*shape[:-1], n), dtype=self._dtype, device=a.device) for n in self._columns]
-        addresses = [x.data_ptr() for x in (*call.bs, *outs)]
+        extras = call.extras
+        operands = *call.bs, *outs, *extras.biases, *extras.scales_b
+        addresses = [x.data_ptr() for x in operands if x is not None]
         gathered = torch.empty(shape, dtype=a.dtype, device=a.device) if self._return_a else None
         behind = None if gathered is None else functools.partial(self._take_out, slot, a, gathered)
-        missing = self._queue.repeat(program, arrival, self._shards, a, addresses, call.seconds, self._way, behind)
+        shard = ScaledRows(a, call.scales_of_rows())
+        missing = self._queue.repeat(program, arrival, self._shards, shard, addresses, call.seconds, self._way, behind)
         if missing is None:
             return None
         _void(missing, outs, self._shards)
@@ -627,7 +666,7 @@ def gather_matmul(
         repeat = None
         # Of strided leading dimensions the shard is a copy, and the caller's address is not that of its rows.
         if plain is not None and plain.a.is_contiguous():
-            repeat = GatherRepeat.of(plain, queue, shards, plan.decision.way, return_a)
+            repeat = GatherRepeat.of(plain, queue, shards, plan.decision.way, return_a, plain.extras)
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
             a = rows.data.view(shards.total, shards.width)

@@ -41,13 +41,14 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
-from tilestream.distributed.repeats import PlainCall, ProgramRepeat
+from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, ProgramRepeat
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, ProgramError, keeping
 from tilestream.launch.observe import observe
 from tilestream.ops.publish import Publication
+from tilestream.ops.scales import canonical_scales
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import AwaitEvent, CopyAcross, CopyIn, Record, Sequence, Wait, WaitEvent, Write
 from tilestream.runtime.streams import current_stream
@@ -208,7 +209,7 @@ class ReduceScatterQueue(CallQueue):
         received, seconds
             As of `issue`; without ``received`` for an all-reduce.
         addresses
-            Of A, B and the result.
+            See `SumRepeat`.
 
         Returns
         -------
@@ -363,7 +364,9 @@ class ReduceScatterQueue(CallQueue):
 
 
 class SumRepeat(ProgramRepeat):
-    """Equal sums of a contiguous A, without scales and a bias.
+    """Equal sums of a contiguous A.
+
+    The addresses of an issue are those of A, B and the result, and of the scales and the bias that are given.
 
     Parameters
     ----------
@@ -374,13 +377,18 @@ class SumRepeat(ProgramRepeat):
         state, which has this repeat: the state is freed with its group.
     shape, dtype
         Of the result.
+    extras
+        As of all equal calls.
     """
 
     def __init__(
         self, queue: ReduceScatterQueue, flags: int, received: Callable[[GroupState], torch.Tensor] | None,
-        shape: tuple[int, ...], dtype: torch.dtype,
+        shape: tuple[int, ...], dtype: torch.dtype, extras: Extras = NO_EXTRAS,
     ) -> None:  # fmt: skip
         super().__init__(queue)
+        given = zip(("scale_a", "scale_b", "bias"), _operands(extras), strict=True)
+        #: By the name of an operand that is given: its address in an issue.
+        self._given = {name: more(3 + i) for i, name in enumerate(name for name, x in given if x is not None)}
         self._queue, self._flags, self._received, self._shape, self._dtype = queue, flags, received, shape, dtype
         #: See `ReduceScatterQueue.repeat`.
         self._kernel = 0
@@ -414,16 +422,20 @@ class SumRepeat(ProgramRepeat):
         except ValueError as error:
             logger.debug("no repeat: %s", error)
             return
-        kernel = self._queue.events_in(slot).kernel
+        kernel, given = self._queue.events_in(slot).kernel, dict(self._given)
+        added_to = [Patch("bias", given.pop("bias"))] if "bias" in given else []
+        scales = [Patch(name, value) for name, value in given.items()]
         parts: dict[str, Part] = {
-            "multiply": (launches[0], [Patch("a", more(0)), Patch("b", more(1)), *self._publishes]),
+            "multiply": (launches[0], [Patch("a", more(0)), Patch("b", more(1)), *scales, *self._publishes]),
             "kernel": Sequence(more(0).index, [Record(CALLING, kernel.cuda_event)]),
-            "add": (adds, [Patch("out", more(2)), Patch("epoch", EPOCH), *self._adds]),
+            "add": (adds, [Patch("out", more(2)), Patch("epoch", EPOCH), *added_to, *self._adds]),
         }
         # The whole call is issued before it is watched.
         watched = [*self._queue.admission(slot), *(part for part in program if part != "track")]
         self._kernel = watched.index("kernel")
-        self.keep(slot, 3, [parts.get(part, part) if isinstance(part, str) else part for part in watched])
+        self.keep(
+            slot, 3 + len(self._given), [parts.get(part, part) if isinstance(part, str) else part for part in watched]
+        )
 
     @property
     def _publishes(self) -> list[Patch]:
@@ -437,9 +449,20 @@ class SumRepeat(ProgramRepeat):
         """See `ProgramRepeat`: the sum."""
         a, (b,), received = call.a, call.bs, None if self._received is None else self._received(call.state)
         out = torch.empty(self._shape, dtype=self._dtype, device=a.device)
-        addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        given = [a, b, out]
+        if self._given:
+            scale_a, scale_b, bias = _operands(call.extras)
+            shape = math.prod(a.shape[:-1]), b.shape[-1]
+            scale_a, scale_b = canonical_scales(self._queue.op, scale_a, scale_b, a.shape[:-1], (), shape)
+            given += [x for x in (scale_a, scale_b, None if bias is None else bias.contiguous()) if x is not None]
+        addresses = tuple(x.data_ptr() for x in given)
         of_call = a.get_device(), self._kernel, self._flags, received, addresses, call.seconds
         return out if self._queue.repeat(program, *of_call) else None
+
+
+def _operands(extras: Extras) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """A sum's scales of A and B, and its bias."""
+    return extras.scale_a, extras.scales_b[0], extras.biases[0]
 
 
 def queue_of(
@@ -493,6 +516,7 @@ def matmul_scatter(
         if plain is not None and plain.a.is_contiguous():
             shape = [*plain.a.shape[:-1], shards.width]
             shape[plain.dim] //= shards.world
-            repeat = SumRepeat.of(plain, queue, shards.batches * shards.parts, buffer, tuple(shape), dtype)
+            flags, of = shards.batches * shards.parts, tuple(shape)
+            repeat = SumRepeat.of(plain, queue, flags, buffer, of, dtype, plain.extras)
         queue.issue(shards, dtype, received, product, reduce_partials, seconds, repeat)
     return out

@@ -75,13 +75,15 @@ def equal_call(group: Group, request: Request | None) -> EqualCall | None:
 def _plain_call(states: Sequence[GroupState], request: Request) -> PlainCall | None:
     """The call as one that may repeat an earlier one, as a compiled graph does at each run; None for others."""
     x = request
-    tensors = (x.scale_a, *x.biases, *x.scales_b)
-    if len(states) > 1 or set(x.activations) != {"none"} or any(one is not None for one in tensors):
+    if len(states) > 1:
         return None
-    options = x.out_dtype, x.fast_accum, x.form
+    tensors, more, options = (x.scale_a, *x.biases, *x.scales_b), None, (x.out_dtype, x.fast_accum, x.form)
+    if set(x.activations) != {"none"} or any(one is not None for one in tensors):
+        more = x.biases, list(x.activations), x.scale_a, x.scales_b
+    of_call = x.op, states[0].group, x.a
     if x.op == GATHER:
-        return plain_call(x.op, states[0].group, x.a, x.bs, x.dim, x.deadline, *options, x.return_a)
-    return plain_call(x.op, states[0].group, x.a, x.b, x.dim, x.deadline, x.reduce_op, *options)
+        return plain_call(*of_call, x.bs, x.dim, x.deadline, *options, x.return_a, extras=more)
+    return plain_call(*of_call, x.b, x.dim, x.deadline, x.reduce_op, *options, extras=more)
 
 
 def _all_gather_matmul(

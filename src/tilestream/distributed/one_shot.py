@@ -149,6 +149,6 @@ def matmul_reduce(
 
             add_slots(addresses, out, bias, void, epoch, request.divisor(state.world))
 
-        repeat = None if plain is None else SumRepeat.of(plain, queue, 0, None, whole, dtype)
+        repeat = None if plain is None else SumRepeat.of(plain, queue, 0, None, whole, dtype, plain.extras)
         queue.reduce(shape, dtype, product, reduce_partials, seconds, repeat)
     return out.view(whole)

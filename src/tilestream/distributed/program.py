@@ -34,11 +34,11 @@ def more(number: int) -> Slot:
 
 
 class Recorder:
-    """Records the program of calls in one slot."""
+    """Records the program of calls in one slot. ``values``: their number, more than those of `issue` if native."""
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, values: int = _VALUES) -> None:
         #: The epoch of a call of that slot, for the texts.
-        self.epoch = slot + SLOTS
+        self.epoch, self._values = slot + SLOTS, values
         self._parts: list[Sequence | str] = []
         self._operations: list[Operation] = []
 
@@ -69,7 +69,7 @@ class Recorder:
 
     def _close(self) -> None:
         if self._operations:
-            self._parts.append(Sequence(_VALUES, self._operations))
+            self._parts.append(Sequence(self._values, self._operations))
             self._operations = []
 
 

@@ -16,7 +16,7 @@ from tilestream.distributed.planner import connected_plan, due, make_plan, reser
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Part, Shards
-from tilestream.distributed.unfused import UnfusedSum, can_repeat
+from tilestream.distributed.unfused import UnfusedSum, can_repeat, finished
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.limit import limit
 from tilestream.ops.publish import Publication, matmul_published
@@ -111,14 +111,7 @@ def run(state: GroupState, request: Request, key: object = None, plain: PlainCal
 
 def finish(request: Request, total: torch.Tensor, world: int, dtype: torch.dtype) -> torch.Tensor:
     """The result from a sum over all ranks: the sum, or the average if requested, plus the bias."""
-    if request.reduce_op != "avg" and request.bias is None:
-        return total.to(dtype)
-    total = total.to(wide_dtype(dtype))
-    if request.reduce_op == "avg":
-        total /= world
-    if request.bias is not None:
-        total += request.bias
-    return total.to(dtype)
+    return finished(total, dtype, request.bias, world if request.reduce_op == "avg" else None)
 
 
 def _by_rank(shards: Shards, a: torch.Tensor) -> torch.Tensor:

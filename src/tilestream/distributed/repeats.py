@@ -6,9 +6,8 @@ whether a call repeats an earlier one: its key holds all that decides a call. A 
 prepared: for each slot a `tilestream.launch.native_program.NativeProgram` with all operations and launches.
 
 The first calls of a kind take the usual way, and prepare the slots that they use. So does each call that a repeat
-cannot serve: with scales, a bias, an activation, gradients, or another dtype than float16 and bfloat16; under capture;
-in a transform or a mode of torch; where a blocking launch (CUDA_LAUNCH_BLOCKING) needs the operations one by one; or
-without the extension.
+cannot serve: with gradients, or of a dtype of 32 bits or more; under capture; in a transform or a mode of torch; where
+a blocking launch (CUDA_LAUNCH_BLOCKING) needs the operations one by one; or without the extension.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ from tilestream.core.protocols import gather
 from tilestream.distributed.dispatch import on_trial
 from tilestream.distributed.group_state import Group, GroupState, known_state
 from tilestream.distributed.program import more
+from tilestream.distributed.request import one_a_row
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.native_program import NativeProgram, Part
 from tilestream.ops import native
 from tilestream.ops.inline import PLAIN, unseen
+from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan.limit import limit
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
@@ -45,13 +46,59 @@ native.FILES.add(__file__)
 _MOST_BS = 4
 #: The most repeats of a group.
 _MOST_REPEATS = 1024
-_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
+#: The most tensors that the extension numbers together.
+_MOST_NUMBERED = 5
 _blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 R = TypeVar("R", bound="Repeat")
+Tensors = Sequence[torch.Tensor | None]
 #: What a repeated gather gives: all ranks' rows where they are asked for, and the products.
 Gathered = tuple[torch.Tensor | None, list[torch.Tensor]]
+
+
+class Extras(NamedTuple):
+    """What a call has beside its operands: one value for each right operand, None for those without.
+
+    Attributes
+    ----------
+    scale_a
+        The caller's: one element, or one a row.
+    """
+
+    biases: Tensors
+    activations: Sequence[str | None]
+    scale_a: torch.Tensor | None
+    scales_b: Tensors
+
+    @classmethod
+    def given(cls, count: int, bias: Any, activation: Any, scale_a: Any, scale_b: Any) -> Extras | None:
+        """The caller's arguments for ``count`` right operands; None if the usual way has to look at them."""
+        biases, scales_b = ([x] * count if x is None else [x] if type(x) in PLAIN else x for x in (bias, scale_b))
+        activations = [activation] * count if activation is None or type(activation) is str else activation
+        for each in (biases, scales_b, activations):
+            if type(each) not in (list, tuple) or len(each) != count:
+                return None
+        if any(x is not None and type(x) is not str for x in activations):
+            return None
+        names = tuple(None if x == "none" else x for x in activations)
+        return cls(tuple(biases), names, scale_a, tuple(scales_b))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are given, in order."""
+        return [x for x in (*self.biases, self.scale_a, *self.scales_b) if x is not None]
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What is given, beside the tensors' layouts."""
+        given = tuple(x is not None for x in (*self.biases, self.scale_a, *self.scales_b))
+        return *given, *self.activations
+
+
+#: Of a call that has none of them.
+NO_EXTRAS = Extras((None,) * _MOST_BS, (None,) * _MOST_BS, None, (None,) * _MOST_BS)
 
 
 class PlainCall(NamedTuple):
@@ -65,6 +112,8 @@ class PlainCall(NamedTuple):
         The dimension of ``a`` that is cut.
     deadline
         In seconds; None: the group's own timeout.
+    extras
+        Biases, activations and scales.
     """
 
     state: GroupState
@@ -73,11 +122,17 @@ class PlainCall(NamedTuple):
     bs: tuple[torch.Tensor, ...]
     dim: int
     deadline: float | None
+    extras: Extras = NO_EXTRAS
 
     def repeated(self) -> Any:
         """The result of a `Repeat`; None if there is none, or it cannot serve this call."""
         found: Repeat | None = self.state.repeats.get(self.key)
         return None if found is None else found.run(self)
+
+    def scales_of_rows(self) -> torch.Tensor | None:
+        """The own scales, one a row, contiguous; None without them. Memory behind work of the current stream."""
+        scale = self.extras.scale_a
+        return None if scale is None else one_a_row(scale, (*self.a.shape[:-1], 1)).contiguous()
 
     @property
     def seconds(self) -> float:
@@ -86,7 +141,8 @@ class PlainCall(NamedTuple):
 
 
 def plain_call(
-    op: str, group: Group, a: Any, b: Any, dim: Any, deadline: Any, *options: Any
+    op: str, group: Group, a: Any, b: Any, dim: Any, deadline: Any, *options: Any,
+    extras: tuple[Any, Any, Any, Any] | None = None,
 ) -> PlainCall | None:  # fmt: skip
     """A call that may repeat an earlier one; None for one that takes the usual way.
 
@@ -94,6 +150,8 @@ def plain_call(
     ----------
     a, b, dim, deadline, options
         The caller's arguments, not checked: the call is equal to an earlier one that was checked, or it is Python's.
+    extras
+        Likewise: bias, activation, scale_a and scale_b; None if there is none of them.
     """
     if is_compiling():
         return None
@@ -103,8 +161,11 @@ def plain_call(
     bs = (b,) if type(b) in PLAIN else tuple(b) if type(b) in (list, tuple) else ()
     if not 0 < len(bs) <= _MOST_BS:
         return None
-    gradients = torch.is_grad_enabled()
-    for x in bs:
+    more = NO_EXTRAS if extras is None else Extras.given(len(bs), *extras)
+    if more is None:
+        return None
+    gradients, tensors = torch.is_grad_enabled(), bs if extras is None else (*bs, *more.tensors)
+    for x in tensors:
         if type(x) not in PLAIN or (gradients and x.requires_grad):
             return None
     if (gradients and a.requires_grad) or not unseen() or native.is_watched():
@@ -118,13 +179,24 @@ def plain_call(
         return None
     try:
         number = extension.number_layouts(a, *bs)
+        if extras is not None:
+            options = *options, more.form, _numbers(extension, more.tensors)
         key = op, number, launch_cache.generation, type(b) in PLAIN, dim, deadline is None, limit(), *options
         # Equal values of other types are other options: 1 is no bool.
         key += tuple(map(type, options))
         hash(key)
     except (TypeError, *native.REFUSALS):
         return None
-    return PlainCall(state, key, a, bs, dim, deadline) if number else None
+    return PlainCall(state, key, a, bs, dim, deadline, more) if number else None
+
+
+def _numbers(extension: Any, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Numbers of the layouts of any number of tensors."""
+    parts = [tensors[i : i + _MOST_NUMBERED] for i in range(0, len(tensors), _MOST_NUMBERED)]
+    found = tuple(extension.number_layouts(*(part if len(part) > 1 else (*part, *part))) for part in parts)
+    if not all(found):
+        raise ValueError("a layout without a number")
+    return found
 
 
 class Repeat:

@@ -154,10 +154,8 @@ class Request(NamedTuple):
         if self.scale_a is None:
             return None
         scale, rows, name = self.scale_a, (*self.a.shape[:-1], 1), "a_shard" if self.op == GATHER else "a"
-        if scale.numel() == 1:
-            return scale.view(()).expand(rows)
         try:
-            return (scale.unsqueeze(-1) if scale.dim() == 1 else scale).expand(rows)
+            return one_a_row(scale, rows)
         except RuntimeError:
             raise ValueError(
                 f"{self.op}: scale_a has shape {list(scale.shape)}; it has one element, or one a row of {name}: what "
@@ -185,6 +183,13 @@ class Request(NamedTuple):
     def running(self, state: GroupState | None = None) -> contextlib.AbstractContextManager[None]:
         """The context of the call: see the function `running`."""
         return running(self.a.device.type, state)
+
+
+def one_a_row(scale: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+    """A scale of one element, or one a row, as ``rows``: ``[..., 1]``; `RuntimeError` if it does not broadcast."""
+    if scale.numel() == 1:
+        return scale.view(()).expand(rows)
+    return (scale.unsqueeze(-1) if scale.dim() == 1 else scale).expand(rows)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from tilestream.runtime.sequence import CopyAcross, Operand
 
 #: Scales begin at a multiple of this many bytes in a slot.
 _ALIGN = 256
-_SCALE_BYTES = 4
+#: Bytes of a row's scale.
+SCALE_BYTES = 4
 #: The addresses of the caller's rows and scales, as values of an issue.
 _ROWS, _SCALES = FIRST, SECOND
 
@@ -89,7 +90,7 @@ def sources_of(memory: PeerMemory, rank: int, form: Form, slot: int) -> Iterator
     address, row_bytes = memory.address(rank, slot), form.shards.width * form.dtype.itemsize
     yield Source(row_bytes, 0, address if form.from_slot else _ROWS, form.from_slot)
     if form.scaled:
-        yield Source(_SCALE_BYTES, aligned(form.size), _SCALES, False)
+        yield Source(SCALE_BYTES, scales_at(form), _SCALES, False)
 
 
 def push(
@@ -107,17 +108,22 @@ def push(
 
 def slot_rows(memory: PeerMemory, rank: int, slot: int, form: Form) -> ScaledRows:
     """A slot as all ranks' rows, followed by their scales."""
-    bytes_, shards, at = memory.slot(rank, slot), form.shards, aligned(form.size)
+    bytes_, shards, at = memory.slot(rank, slot), form.shards, scales_at(form)
     data = bytes_[: form.size].view(form.dtype).view(shards.shape)
     if not form.scaled:
         return ScaledRows(data, None)
-    scales = bytes_[at : at + _SCALE_BYTES * shards.total].view(torch.float32)
+    scales = bytes_[at : at + SCALE_BYTES * shards.total].view(torch.float32)
     return ScaledRows(data, scales.view(*shards.shape[:-1], 1))
+
+
+def scales_at(form: Form) -> int:
+    """The offset of all rows' scales in a slot."""
+    return aligned(form.size)
 
 
 def slot_size(shards: Shards, dtype: torch.dtype) -> int:
     """Bytes of a slot: all ranks' rows, and one scale a row."""
-    return aligned(math.prod(shards.shape) * dtype.itemsize) + _SCALE_BYTES * shards.total
+    return aligned(math.prod(shards.shape) * dtype.itemsize) + SCALE_BYTES * shards.total
 
 
 def copy(to: torch.Tensor, source: torch.Tensor) -> None:

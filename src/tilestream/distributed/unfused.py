@@ -6,9 +6,11 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
-from tilestream.distributed.collective import on_this_stream
+from tilestream.distributed.collective import as_bytes, on_this_stream
+from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.repeats import Gathered, PlainCall, Repeat
+from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops import native
 from tilestream.ops.request import Request, multiply
 
@@ -26,6 +28,20 @@ def can_repeat(plan: DistributedPlan, call: PlainCall) -> bool:
     return is_plain and has_elements and call.state.world > 1 and call.state.backend("cuda") == "nccl"
 
 
+def finished(
+    total: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None, divisor: int | None = None
+) -> torch.Tensor:
+    """The result from a sum over all ranks: the sum, over ``divisor`` for an average, plus the bias."""
+    if divisor is None and bias is None:
+        return total.to(dtype)
+    total = total.to(wide_dtype(dtype))
+    if divisor is not None:
+        total /= divisor
+    if bias is not None:
+        total += bias
+    return total.to(dtype)
+
+
 class _Unfused(Repeat):
     """An unfused call, with the options of its products.
 
@@ -41,11 +57,17 @@ class _Unfused(Repeat):
         super().__init__(device)
         self._out_dtype, self._fast_accum, self._library = out_dtype, fast_accum, library
 
-    def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """``a @ b``."""
+    def product(
+        self, a: torch.Tensor, call: PlainCall, i: int = 0, *, scale_a: torch.Tensor | None = None, sums: bool = False
+    ) -> torch.Tensor:
+        """``a @ bs[i]`` with the call's options, in a sum (``sums``) without its bias."""
+        b, extras = call.bs[i], call.extras
         if self._library:
             return torch.matmul(a, b)
-        of_call = {"out_dtype": self._out_dtype, "fast_accum": self._fast_accum}
+        of_call = {
+            "out_dtype": self._out_dtype, "fast_accum": self._fast_accum, "activation": extras.activations[i],
+            "bias": None if sums else extras.biases[i], "scale_a": scale_a, "scale_b": extras.scales_b[i],
+        }  # fmt: skip
         made = native.product("matmul", a, b, **of_call)  # type: ignore[arg-type]
         return multiply(Request("matmul", a, b, **of_call)) if made is None else made  # type: ignore[arg-type]
 
@@ -68,10 +90,17 @@ class UnfusedGather(_Unfused):
     def issue(self, call: PlainCall) -> Gathered:
         """See `Repeat`: all ranks' rows, None without ``return_a``, and the products."""
         a, state = call.a, call.state
-        gathered = torch.empty((a.shape[0] * state.world, a.shape[1]), dtype=a.dtype, device=a.device)
-        on_this_stream(state.group._allgather_base, gathered, a, options=AllgatherOptions())
-        outs = [self.product(gathered, b) for b in call.bs]
+        scales, gathered = call.scales_of_rows(), self._gather(state, a)
+        of_all = None if scales is None else self._gather(state, scales)
+        outs = [self.product(gathered, call, i, scale_a=of_all) for i in range(len(call.bs))]
         return gathered if self._return_a else None, outs
+
+    @staticmethod
+    def _gather(state: GroupState, x: torch.Tensor) -> torch.Tensor:
+        gathered = torch.empty((x.shape[0] * state.world, x.shape[1]), dtype=x.dtype, device=x.device)
+        pair = (as_bytes(gathered), as_bytes(x)) if x.element_size() == 1 else (gathered, x)
+        on_this_stream(state.group._allgather_base, *pair, options=AllgatherOptions())
+        return gathered
 
 
 class UnfusedSum(_Unfused):
@@ -79,10 +108,10 @@ class UnfusedSum(_Unfused):
 
     def issue(self, call: PlainCall) -> torch.Tensor:
         """See `Repeat`: the sum."""
-        whole, state = self.product(call.a, call.bs[0]), call.state
+        whole, state = self.product(call.a, call, scale_a=call.extras.scale_a, sums=True), call.state
         out = torch.empty((whole.shape[0] // state.world, whole.shape[1]), dtype=whole.dtype, device=whole.device)
         on_this_stream(state.group._reduce_scatter_base, out, whole, options=ReduceScatterOptions())
-        return out
+        return finished(out, out.dtype, call.extras.biases[0])
 
 
 class UnfusedAllReduce(_Unfused):
@@ -90,6 +119,6 @@ class UnfusedAllReduce(_Unfused):
 
     def issue(self, call: PlainCall) -> torch.Tensor:
         """See `Repeat`: the sum."""
-        whole = self.product(call.a, call.bs[0])
+        whole, bias = self.product(call.a, call, scale_a=call.extras.scale_a, sums=True), call.extras.biases[0]
         on_this_stream(call.state.group.allreduce, [whole], options=AllreduceOptions())
-        return whole
+        return whole if bias is None else (whole + bias).to(whole.dtype)
