@@ -55,19 +55,29 @@ def test_nothing_is_asked_of_graphs_on_the_cpu(machine, monkeypatch):
 
 
 def test_torchs_compiler_cuts_its_graphs_at_its_fused_ops(monkeypatch):
-    """As at our own ops; those that the user has named stay so."""
-    inductor = pytest.importorskip("torch._inductor.config")
-    if not hasattr(inductor, "custom_should_partition_ops"):
-        pytest.skip("this torch takes no names")
-    monkeypatch.setattr(inductor, "custom_should_partition_ops", ["mine::op"])
-    monkeypatch.setattr(module, "_open", {})
-    made = SimpleNamespace(name="tp")
-    monkeypatch.setattr(module, "state_of", lambda op, group: made)
+    """And at their results, each of which the graph behind gets by itself; with a handle, and not without one."""
+    if not hasattr(torch.Tag, "cudagraph_unsafe"):
+        pytest.skip("this torch does not cut its graphs")
+    from torch._inductor import ir
+    from torch._inductor.utils import is_cudagraph_unsafe_op
     from torch.distributed import _symmetric_memory as symmetric
 
+    monkeypatch.setattr(module, "_open", {})
+    monkeypatch.setattr(module, "state_of", lambda op, group: SimpleNamespace(name="tp"))
     monkeypatch.setattr(symmetric, "enable_symm_mem_for_group", lambda name: None)
+    graph = torch.fx.Graph()
+    nodes = [graph.call_function(getattr(torch.ops.symm_mem, op).default) for op in module._IMPLEMENTATIONS]
+
+    def left_out() -> set[bool]:
+        found = set()
+        for kind in (ir.FallbackKernel, ir.MultiOutput):
+            for node in nodes:
+                kernel = object.__new__(kind)
+                object.__setattr__(kernel, "fx_node", node)
+                found.add(is_cudagraph_unsafe_op(kernel))
+        return found
+
+    before = left_out()
     with contextlib.closing(module.async_tp()):
-        inside = list(inductor.custom_should_partition_ops)
-        names = [getattr(torch.ops.symm_mem, op).default.name() for op in module._IMPLEMENTATIONS]
-    assert inside == ["mine::op", *names]
-    assert inductor.custom_should_partition_ops == ["mine::op"]
+        assert left_out() == {True}
+    assert left_out() == before == {False}

@@ -1,4 +1,4 @@
-"""The calls that the device counts: the first eager one of a kind makes what a capture needs."""
+"""The calls that the device counts: captured ones, and the first eager one of a kind, which makes what they need."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ import types
 import pytest
 import torch
 
-from tilestream.distributed import (
-    all_gather,
-    all_reduce,
-    copy_engines,
-    gpu_reduce_scatter,
-    graph_calls,
-    one_shot,
-    planner,
-)
+from tilestream.distributed import all_gather, all_reduce, copy_engines, gpu_reduce_scatter, graph_calls, one_shot
 from tilestream.distributed import reduce_scatter as sums
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.repeats import PlainCall, Repeat
@@ -58,13 +50,16 @@ def state():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op):
+def test_the_first_eager_call_of_a_kind_is_made_by_the_device_before(monkeypatch, state, op):
+    """For captures. Its result is the host's, as that of all others, whose kernels it has loaded, too."""
     module, by_device, by_host, made = OPS[op]
     issued: list[tuple[str, object]] = []
+    learns: list[object] = []
 
     def recorder(how: str):
         def issue(state, plan, *args):
             issued.append((how, plan))
+            learns.append(args[-1])
             state.prepared.add(plan.handshake)
             return made
 
@@ -74,49 +69,16 @@ def test_the_device_counts_the_first_eager_call_of_a_kind(monkeypatch, state, op
     eager = plan(b"by the host", False, first)
     monkeypatch.setattr(*by_device, recorder("device"))
     monkeypatch.setattr(*by_host, recorder("host"))
-    monkeypatch.setattr(by_host[0], "queue_of", lambda state, plan, *args: issued.append(("slots", plan)))
     monkeypatch.setattr(module, "plan_of", lambda state, request, *args, **more: eager)
     monkeypatch.setattr(module, "connected_plan", lambda state, plan, *args: plan)
     request = Request(op, A, [B], [None], ["none"], None, [None], deadline=1.0)
     if op == "matmul_all_reduce":
         monkeypatch.setattr(module, "_decide", lambda *args: module._Decided((eager,), A.dtype, A.dtype, False))
+    call = PlainCall(state, (), A, (B,), 0, 1.0)
     for _ in range(3):
-        module.run([state] if op == "matmul_all_reduce" else state, request)
-    assert issued == [("slots", eager), ("device", first), ("host", eager), ("host", eager)]
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_a_kind_is_compared_in_its_first_call_alone(monkeypatch, state, op):
-    """Else its second call, which the host counts, would wait for peers that are at another group's call."""
-    module, by_device, _, made = OPS[op]
-    did: list[object] = []
-    first, eager = plan(b"counted", True), plan(b"unfused", False)
-    eager.first, eager.transport, eager.fused = first, "collective", False
-
-    def agreed(state, plan, device):
-        if plan not in did:
-            did.append(plan)
-
-    def counted(state, plan, *args):
-        did.append("issued")
-        state.prepared.add(plan.handshake)
-        return made
-
-    for one in (module, planner):
-        monkeypatch.setattr(one, "agree", agreed)
-    monkeypatch.setattr(*by_device, counted)
-    monkeypatch.setattr(module, "plan_of", lambda state, request, *args, **more: eager)
-    monkeypatch.setattr(module, "connected_plan", lambda state, plan, *args: plan)
-    monkeypatch.setattr(all_gather, "all_gather", lambda *args: None)
-    monkeypatch.setattr(sums, "reduce_scatter", lambda state, parts: parts[0])
-    monkeypatch.setattr(all_reduce.collective, "all_reduce", lambda state, x: x)
-    state.buffer = lambda name, shape, dtype, device: torch.zeros(shape, dtype=dtype)
-    request = Request(op, A, [B], [None], ["none"], None, [None], deadline=1.0)
-    if op == "matmul_all_reduce":
-        monkeypatch.setattr(module, "_decide", lambda *args: module._Decided((eager,), A.dtype, A.dtype, False))
-    for _ in range(2):
-        module.run([state] if op == "matmul_all_reduce" else state, request)
-    assert did == [eager, "issued"]
+        module.run([state] if op == "matmul_all_reduce" else state, request, plain=call)
+    assert issued == [("device", first), *[("host", eager)] * 3]
+    assert learns[1:] == [call] * 3, "the first, too"
 
 
 def test_kinds_that_are_made_again_are_not_repeated():

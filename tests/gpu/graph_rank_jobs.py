@@ -80,7 +80,7 @@ def fused_calls(at_least: int = 1, by_host: bool = False) -> Iterator[None]:
     """A block with so many calls between ranks, or more, that raises unless the device counts each, so it is fused.
 
     A replay is no call. The calls' arguments are not kept, since they may be memory of a graph of torch's compiler.
-    ``by_host``: the host may count calls, too; these are fused, if they are repeated ones, as their first one is.
+    ``by_host``: the host counts eager calls; those that are repeated are fused, as their first one is.
     """
     counts: Counter[str] = Counter()
 
@@ -88,7 +88,9 @@ def fused_calls(at_least: int = 1, by_host: bool = False) -> Iterator[None]:
         original = getattr(owner, name)
 
         def run(*args, **how):
-            counts[what] += 1
+            # Before a kind's first eager call the device makes it for captures.
+            is_first = by_host and owner is GraphQueue and not torch.cuda.is_current_stream_capturing()
+            counts["first" if is_first else what] += 1
             return original(*args, **how)
 
         return mock.patch.object(owner, name, run)

@@ -120,7 +120,6 @@ def same_bits(rank, world):
     """By kind: whether a repeated call has the bits of the usual way, and how many calls were repeated."""
     found = {}
     for name, call in _kinds(rank, world):
-        call(0)  # the device counts it, and it may have other bits
         before = _repeated()
         repeated = [_flat(call(i)) for i in range(CALLS)]
         count = _repeated() - before
@@ -161,8 +160,6 @@ def compiled(rank, world):
 def in_turn(rank, world, count):
     """The largest error of calls of all kinds in turn, without a barrier, on two streams; and the repeated ones."""
     kinds, worst = dict(_kinds(rank, world)), Worst()
-    for call in kinds.values():
-        call(0)  # the device counts it, and it may have other bits
     expected = {name: [_flat(call(i)) for i in range(3)] for name, call in kinds.items()}
     finish()
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]

@@ -1,7 +1,7 @@
 """Calls between ranks that CUDA graphs hold: eager calls, replays, both by turns; ranks that are late, or lost.
 
-The device counts all calls (TILESTREAM_GRAPH_RANKS=1); in the tests of ``captured_ranks`` captured calls, and the first
-eager one of each kind, as by default. Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on
+The device counts all calls (TILESTREAM_GRAPH_RANKS=1); in the tests of ``captured_ranks`` captured ones, as by default.
+Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on
 one.
 
     PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_graph_ranks.py

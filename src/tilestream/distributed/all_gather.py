@@ -14,7 +14,7 @@ from tilestream.distributed import copy_engines, gloo, graph_calls
 from tilestream.distributed.collective import agree, all_gather
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.planner import connected_plan, due, make_plan, reserves
+from tilestream.distributed.planner import connected_plan, due, make_plan
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Product, ScaledRows, Shards
@@ -91,14 +91,13 @@ def run(
             plan = connected_plan(state, planned, a.device, functools.partial(plan_of, state, request))
             found = state.decide(key, _Decided(plan, _shards_of(state, request, plan)))
         plan, shards = found
-        if (current := due(state, plan)) is not plan:
-            if reserves(state, plan, a.device):
-                copy_engines.queue_of(state, plan, shards, a)
-            plan, shards, plain = current, _shards_of(state, request, current), None
         of_rows = None if request.cuts_last else request.scales_of_rows()
         scales = None if of_rows is None else of_rows.reshape(shards.batches, shards.rows, 1)
         shard = ScaledRows(a.reshape(shards.batches, shards.rows, shards.width), scales)
         products = _products(request, into)
+        if (first := due(state, plan)) is not None:
+            parts = _shards_of(state, request, first)
+            graph_calls.gather_matmul(state, first, parts, shard, products, seconds, request.return_a)
         if plan.transport == "symmetric memory" and plan.fused:
             of_call = state, plan, shards, shard, products, seconds, request.return_a
             if plan.counted:

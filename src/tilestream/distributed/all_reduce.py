@@ -17,7 +17,7 @@ from tilestream.distributed import collective, graph_calls, one_shot
 from tilestream.distributed.collective import agree
 from tilestream.distributed.group_state import GroupState, states_of
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.planner import connected_plan, due, make_plan, reserves
+from tilestream.distributed.planner import connected_plan, due, make_plan
 from tilestream.distributed.reduce_scatter import travel_dtype
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import ALL_REDUCE, Request
@@ -87,12 +87,13 @@ def run(states: list[GroupState], request: Request, key: object = None, plain: P
         if found is None:
             found = states[0].decide(key, _decide(inner_first, request))
         plans, dtype, wide, library = found
-        plan = due(states[0], plans[0]) if len(plans) == 1 else plans[0]
+        plan = plans[0]
+        if len(plans) == 1 and (first := due(states[0], plan)) is not None:
+            with states[0].call():
+                graph_calls.matmul_reduce(states[0], first, request, dtype)
         if plan.fused:
             (state,) = states
             with state.call():
-                if plan is not plans[0] and reserves(state, plans[0], a.device):
-                    one_shot.queue_of(state, plans[0], request, dtype)
                 if plan.counted:
                     return graph_calls.matmul_reduce(state, plan, request, dtype)
                 return one_shot.matmul_reduce(state, plan, request, dtype, plain)

@@ -84,8 +84,8 @@ def all_gather_matmul(
         Whether to return ``A``, too.
     form
         ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: a table of measurements decides, or else a
-        model. An eager call without a deadline that is so small that the host would hold it up is unfused, unless it
-        is the first of its kind, or TILESTREAM_GRAPH_RANKS is 1. See `plan_all_gather_matmul`.
+        model. An eager call without a deadline that is so small that the host would hold it up is unfused, unless
+        TILESTREAM_GRAPH_RANKS is 1. See `plan_all_gather_matmul`.
     deadline
         Seconds from the call (on a GPU, from the kernel's start) after which the call stops waiting; None, on all ranks
         or on none: the group's own timeout.

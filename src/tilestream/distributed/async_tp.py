@@ -191,9 +191,24 @@ def _install() -> None:
         async_input.register(_library)
     _pass_before = inductor._micro_pipeline_tp
     inductor._micro_pipeline_tp = True
-    if hasattr(inductor, "custom_should_partition_ops"):  # as the tag cudagraph_unsafe of our own ops
-        inductor.custom_should_partition_ops = [*inductor.custom_should_partition_ops, *_PARTITIONED]
+    _leave_out(True)
     inductor.post_grad_custom_post_pass = UnfusedPass(_report_unfused, inductor.post_grad_custom_post_pass)
+
+
+def _leave_out(of_graphs: bool) -> None:
+    """Have torch's compiler cut its own CUDA graphs at the ops, as at ours, or capture them again.
+
+    ``torch._inductor.config.custom_should_partition_ops`` does not do: by that the graph behind an op gets the op's
+    results in one tuple, and replays with those of the capture (torch 2.11).
+    """
+    if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is None:
+        return
+    for op in _IMPLEMENTATIONS:
+        tags = getattr(torch.ops.symm_mem, op).default.tags
+        if of_graphs:
+            tags.append(tag)
+        else:
+            tags.remove(tag)
 
 
 def _report_unfused(found: UnfusedCollective) -> None:
@@ -212,9 +227,7 @@ def _close(name: str, handle: AsyncTP) -> None:
             import torch._inductor.config as inductor
 
             inductor._micro_pipeline_tp = _pass_before
-            if hasattr(inductor, "custom_should_partition_ops"):
-                others = [op for op in inductor.custom_should_partition_ops if op not in _PARTITIONED]
-                inductor.custom_should_partition_ops = others
+            _leave_out(False)
             installed = inductor.post_grad_custom_post_pass
             if isinstance(installed, UnfusedPass):  # otherwise it was replaced after `_install`, and stays
                 inductor.post_grad_custom_post_pass = installed.before
@@ -433,5 +446,3 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "fused_matmul_reduce_scatter": (_scatter, 4),
     "fused_scaled_matmul_reduce_scatter": (_scaled_scatter, 7),
 }
-#: Their names, by which torch's compiler leaves them out of its own graphs.
-_PARTITIONED = [f"symm_mem::{op}" for op in _IMPLEMENTATIONS]

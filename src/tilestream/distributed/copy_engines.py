@@ -644,12 +644,6 @@ class GatherRepeat(ProgramRepeat):
         self._queue.take_out(gathered.view(shards.shape), rows, signals, shards, own)
 
 
-def queue_of(state: GroupState, plan: DistributedPlan, shards: Shards, x: torch.Tensor) -> GatherQueue:
-    """The group's queue for shards like ``x``: collective at the first call of a kind, and where slots have to grow."""
-    with torch.cuda.device(x.device):
-        return GatherQueue.of(state, plan, "a_shard", x.device, slot_size(shards, x.dtype), shards.chunks)
-
-
 def gather_matmul(
     state: GroupState, plan: DistributedPlan, shards: Shards, shard: ScaledRows, products: Sequence[Product],
     seconds: float, return_a: bool, plain: PlainCall | None = None,
@@ -661,7 +655,7 @@ def gather_matmul(
     """
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
-        queue = queue_of(state, plan, shards, x)
+        queue = GatherQueue.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
         repeat = None
         # Of strided leading dimensions the shard is a copy, and the caller's address is not that of its rows.

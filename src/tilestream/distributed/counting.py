@@ -2,8 +2,9 @@
 
 TILESTREAM_GRAPH_RANKS, the same on all ranks:
 
-- unset, or ``captured``: captured calls, and the first eager call of each kind. That call makes what a capture needs:
-  slots, words and loaded kernels. The host counts all other eager calls, which costs it less.
+- unset, or ``captured``: captured calls. Before the first eager call of each kind the device makes it, too, for what a
+  capture needs: slots, words and loaded kernels. The host counts all eager calls whose results are given, which costs
+  it less.
 - ``1``: all calls. A rank may then replay a call that another rank makes eagerly.
 - ``0``: none. A captured call is unfused, and nothing is made for captures.
 

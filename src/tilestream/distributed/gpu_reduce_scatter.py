@@ -465,14 +465,6 @@ def _operands(extras: Extras) -> tuple[torch.Tensor | None, torch.Tensor | None,
     return extras.scale_a, extras.scales_b[0], extras.biases[0]
 
 
-def queue_of(
-    state: GroupState, plan: DistributedPlan, shards: Shards, dtype: torch.dtype, device: torch.device
-) -> ReduceScatterQueue:
-    """The group's queue for sums of ``dtype``: collective at the first call of a kind, and where slots have to grow."""
-    with torch.cuda.device(device):
-        return ReduceScatterQueue.of(state, plan, "a", device, math.prod(shards.shape) * dtype.itemsize)
-
-
 def matmul_scatter(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, product: Product,
     seconds: float,
@@ -496,7 +488,7 @@ def matmul_scatter(
     """
     device = request.a.device
     with torch.cuda.device(device):
-        queue = queue_of(state, plan, shards, dtype, device)
+        queue = ReduceScatterQueue.of(state, plan, "a", device, math.prod(shards.shape) * dtype.itemsize)
         bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
         mine = (shards.batches, shards.rows, shards.width)
 

@@ -117,14 +117,6 @@ class AllReduceQueue(ReduceScatterQueue):
         return self._addresses
 
 
-def queue_of(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> AllReduceQueue:
-    """The group's queue for sums of ``dtype``: collective at the first call of a kind, and where slots have to grow."""
-    a = request.a
-    size = math.prod(a.shape[:-1]) * request.b.shape[-1] * dtype.itemsize
-    with torch.cuda.device(a.device):
-        return AllReduceQueue.of(state, plan, "a", a.device, size)
-
-
 def matmul_reduce(
     state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype, plain: PlainCall | None = None
 ) -> torch.Tensor:
@@ -137,7 +129,7 @@ def matmul_reduce(
     whole = *a.shape[:-1], request.b.shape[-1]
     shape = math.prod(whole[:-1]), whole[-1]
     with torch.cuda.device(a.device):
-        queue = queue_of(state, plan, request, dtype)
+        queue = AllReduceQueue.of(state, plan, "a", a.device, shape[0] * shape[1] * dtype.itemsize)
         out = torch.empty(shape, dtype=dtype, device=a.device)
         bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
 

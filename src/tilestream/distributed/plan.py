@@ -94,8 +94,8 @@ class DistributedPlan(AgreedPlan):
     counted
         Whether the device counts the calls, so that CUDA graphs may hold them (`tilestream.distributed.graph_calls`).
     first
-        The plan of the kind's first eager call, if the device counts it: it makes what a capture needs
-        (`tilestream.distributed.counting`).
+        The plan by which the device makes the kind's first eager call before, for captures
+        (`tilestream.distributed.counting`); None for calls that no capture holds fused.
     nodes
         The number of nodes. Each step of the call handles the rows of one node; ``case`` is that of one node's ranks.
     promise
@@ -147,7 +147,7 @@ class DistributedPlan(AgreedPlan):
         if self.counted and self.fused:
             lines.append(("counted", "by the device: CUDA graphs may hold the call"))
         if self.first is not None:
-            lines.append(("in graphs", "fused, counted by the device; so is the first eager call of its kind"))
+            lines.append(("in graphs", "fused, counted by the device, which makes the first eager call of a kind, too"))
         if not self.fused and self.decision.library:
             lines[2:2] = [("matmul", _LIBRARY)]
         gathers = case.op == "all_gather_matmul"

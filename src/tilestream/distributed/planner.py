@@ -77,24 +77,15 @@ def make_plan(
     return found
 
 
-def due(state: GroupState, plan: DistributedPlan) -> DistributedPlan:
-    """The plan of the next eager call with ``plan``: `DistributedPlan.first`, until such a call has been issued.
+def due(state: GroupState, plan: DistributedPlan) -> DistributedPlan | None:
+    """The plan by which an eager call with ``plan`` is made before, for captures: `DistributedPlan.first`, once.
 
-    A rank whose first call fails makes it again as its peers do, which wait for it.
+    The result is that of ``plan``, which every eager call has. So after a kind's first call nothing is collective and
+    all kernels are loaded: a load waits for the GPU, and calls of two groups in other orders for each other's loads. A
+    rank whose first call fails makes both again, as its peers do, which wait for it.
     """
     first = plan.first
-    return plan if first is None or first.handshake in state.prepared else first
-
-
-def reserves(state: GroupState, plan: DistributedPlan, device: torch.device) -> bool:
-    """Before a kind's first eager call, compare ``plan``, that of the others; returns whether they need slots.
-
-    So all that is collective is in the first call, and the others may be in any order with those of other groups.
-    """
-    if plan.transport == "symmetric memory" and plan.fused:
-        return True
-    agree(state, plan, device)
-    return False
+    return None if first is None or first.handshake in state.prepared else first
 
 
 def connected_plan(
@@ -125,8 +116,7 @@ def _make(
     decision = decide(case, form)
     if form != request.form:
         decision = replace(decision, why="tilestream.invariant: a fused sum is added in the order of the ranks")
-    # A deadline bounds the wait of a fused call alone. A replay has no host's part; nor has the form of the first eager
-    # call, which makes what a capture needs.
+    # A deadline bounds the wait of a fused call alone. A replay has no host's part.
     if form == "auto" and request.deadline is None and on_trial() is None and not counted:
         decision = unless_host_bound(case, decision)
     if op == ALL_REDUCE:

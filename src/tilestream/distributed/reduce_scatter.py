@@ -12,7 +12,7 @@ from tilestream.distributed import gloo, gpu_reduce_scatter, graph_calls
 from tilestream.distributed.collective import agree, reduce_scatter
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.planner import connected_plan, due, make_plan, reserves
+from tilestream.distributed.planner import connected_plan, due, make_plan
 from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Part, Shards
@@ -88,10 +88,9 @@ def run(state: GroupState, request: Request, key: object = None, plain: PlainCal
             shards = Shards.of(shape, request.dim, state.world, plan.chunks)
             found = state.decide(key, _Decided(plan, shards, shape, dtype))
         plan, shards, shape, dtype = found
-        if (current := due(state, plan)) is not plan:
-            if reserves(state, plan, a.device):
-                gpu_reduce_scatter.queue_of(state, plan, shards, dtype, a.device)
-            plan, shards, plain = current, Shards.of(shape, request.dim, state.world, current.chunks), None
+        if (first := due(state, plan)) is not None:
+            parts = Shards.of(shape, request.dim, state.world, first.chunks)
+            graph_calls.matmul_scatter(state, first, parts, request, _by_rank(parts, a), dtype, seconds)
         if plan.transport == "symmetric memory" and plan.fused:
             if plan.counted:
                 by_rank = _by_rank(shards, a)

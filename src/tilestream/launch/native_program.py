@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tilestream.launch.observe import OPERANDS, WORDS
@@ -63,8 +64,9 @@ class Launched:
         self._library, self._places, self._given, self._keep = _extension(), places, tuple(given), keep
         self.handle = handle
 
-    def __del__(self) -> None:
-        self._library.tilestream_launch_free(ctypes.c_void_p(self.handle))
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then the modules that this needs may be gone
+            self._library.tilestream_launch_free(ctypes.c_void_p(self.handle))
 
     def integers(self, patches: Iterable[Patch]) -> list[int]:
         """The launch as a part of a program; see `Program` in csrc/program.h."""
@@ -176,8 +178,8 @@ class NativeProgram:
         self._issue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p)
         self._issue.restype = ctypes.c_int64
 
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_handle") and not is_finalizing():
             self._library.tilestream_program_free(ctypes.c_void_p(self._handle))
 
     def __len__(self) -> int:
