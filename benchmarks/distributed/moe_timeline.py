@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tilestream as ts
 from benchmarks.core.session import Session
-from benchmarks.distributed.moe import DRY, SKEWS, WIDTHS, Mixture
+from benchmarks.distributed.moe import SKEWS, WIDTHS, Mixture
 from benchmarks.distributed.ranks import Activity, pause, profiled, record_of
 from benchmarks.distributed.timelines import CALLS, PAUSE, begin_of, behind_meeting, end_of, microseconds
 
@@ -59,9 +59,8 @@ def lanes(found: Sequence[Activity], rank: int, world: int) -> dict[str, list[Ac
 
 def moe_timeline(rank: int, world: int, session: Session) -> None:
     """Of one block; rank 0 writes the record."""
-    name, *shape = DRY[0] if session.dry else next(one for one in WIDTHS if one[0] == OF)
-    tokens = 16 if session.dry else TOKENS
-    mixture = Mixture(rank, world, tokens, SKEWS[SKEW], tuple(shape))  # type: ignore[arg-type]
+    name, *shape = next(one for one in WIDTHS if one[0] == OF)
+    mixture = Mixture(rank, world, TOKENS, SKEWS[SKEW], tuple(shape))  # type: ignore[arg-type]
     record = record_of(session, rank, "moe_timeline")
     meet = torch.zeros(1, device="cuda")
 
@@ -92,7 +91,7 @@ def moe_timeline(rank: int, world: int, session: Session) -> None:
         for lane, of in call.items():
             record.rows.append({"rank": other, "lane": lane, "spans": [microseconds(one, zero) for one in of]})
     record.data |= {
-        "of": name, "tokens": tokens, "skew": SKEW, "experts": shape[2], "top_k": shape[3],
+        "of": name, "tokens": TOKENS, "skew": SKEW, "experts": shape[2], "top_k": shape[3],
         "rows_received": own.tolist(),
         "plan": mixture.plan(), "ms": round((max(map(end_of, everybody)) - zero) / 1e6, 4),
     }  # fmt: skip

@@ -34,7 +34,7 @@ def launched(layout: Layout, tokens: int, top_k: int, dtype: torch.dtype) -> Non
         meta(text.signals(world, e)), meta(6 + 2 * world), meta(2 * world, dtype=torch.int64), 1, world, "moe", 7, 5
     )
     rows = meta(layout.capacity, layout.width, dtype=dtype)
-    experts.push_rows(words, layout, local, x, top_k, chosen, 16)
+    experts.push_rows(words, layout, local, x, top_k, chosen, 16, 132)
     experts.take_rows(words, layout, local, 1, 1800.0)
     experts.multiply_rows(rows, rows, local.ends[1, :e])
     experts.push_results(words, layout, local, 1, rows, 16)

@@ -10,7 +10,8 @@ of `tilestream.kernels.portable.experts`, and records them (`tilestream.distribu
 are issued alike, as in `tilestream.distributed.graph_calls`, whose slot, words and failures these are.
 
 Scattered rows are no work for copy engines: a copy a row costs more to issue than to move. So a part of the SMs pushes
-them (`PUSHERS`). Products are of one source's rows: their bits do not depend on which source was there first.
+them (`PUSHERS`), and all SMs where nothing else runs: the own rows before the first product, the last source's results
+behind the last. Products are of one source's rows: their bits do not depend on which source was there first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tilestream.distributed.moe_plan import MoePlan
 from tilestream.distributed.program import CALLING, Handlers, Program, Recorder, no_op
 from tilestream.launch.choices import Chosen, sort
 from tilestream.launch.layout import Layout
-from tilestream.plan.limit import limit
+from tilestream.plan.limit import limit, workers_in
+from tilestream.runtime.properties import cuda_properties
 from tilestream.runtime.sequence import Record, WaitEvent
 
 if TYPE_CHECKING:
@@ -71,15 +73,17 @@ class GraphExperts(GraphQueue):
     op = "moe"
 
     def mix(
-        self, layout: Layout, pushers: int, x: torch.Tensor, weights: torch.Tensor, chosen: Chosen, compute: Compute,
-        seconds: float, number: int,
+        self, layout: Layout, pushers: int, alone: int, x: torch.Tensor, weights: torch.Tensor, chosen: Chosen,
+        compute: Compute, seconds: float, number: int,
     ) -> torch.Tensor:  # fmt: skip
         """Issue or capture a call; the result is as ``x``.
 
         Parameters
         ----------
         pushers
-            Workers that push, from this rank.
+            Workers that push beside products, from this rank.
+        alone
+            Workers that push where nothing else runs.
         x, weights
             ``[T, width]``, ``[T, top_k]``; contiguous.
         seconds
@@ -103,18 +107,20 @@ class GraphExperts(GraphQueue):
         memory = self.memory.slot(rank, 0)
         rows = memory[: layout.world * size].view(x.dtype).view(layout.world, layout.capacity, layout.width)
         results = memory[layout.results : layout.results + size].view(x.dtype).view(layout.capacity, layout.width)
+        *_, last = text.sources(rank, layout.world)
         computed: dict[int, torch.Tensor] = {}  # kept until the streams have joined, since the side stream reads them
 
         def push() -> None:
             with torch.cuda.stream(side):
-                experts.push_rows(words, layout, local, x, top_k, chosen, pushers)
+                experts.push_rows(words, layout, local, x, top_k, chosen, pushers, alone)
 
         def multiply(source: int) -> None:
             computed[source] = compute(rows[source], local.ends[source, : layout.experts])
 
         def give_back(source: int) -> None:
             with torch.cuda.stream(side):
-                experts.push_results(words, layout, local, source, computed[source], pushers)
+                workers = alone if source == last else pushers
+                experts.push_results(words, layout, local, source, computed[source], workers)
 
         host: dict[str, Callable[[], object]] = {
             "begin": lambda: rank_calls.begin_call(words, seconds, 0, 1), "push": push,
@@ -221,8 +227,9 @@ def mix(
     with torch.cuda.device(x.device):
         queue = GraphExperts.of(state, plan, "x", x.device, layout.size, text.signals(layout.world, layout.experts))
         chosen = sort(choices, layout.world * layout.experts)
-        pushers = min(plan.pushers, limit() or plan.pushers)
+        everybody = cuda_properties(x.device.index).workers
+        pushers, alone = (min(count, workers_in(limit()) or count) for count in (plan.pushers, everybody))
         x, weights = x.contiguous(), weights.contiguous()
-        out = queue.mix(layout, pushers, x, weights, chosen, compute, seconds, plan.number)
+        out = queue.mix(layout, pushers, alone, x, weights, chosen, compute, seconds, plan.number)
         graph_calls.note_prepared(state, plan)
     return out

@@ -110,7 +110,9 @@ class Ranks:
         chosen = sort(tokens.choices, layout.world * layout.experts)
         rank_calls.begin_call(self.words(rank, form), seconds, 0, 1)
         top_k = tokens.choices.shape[1]
-        experts.push_rows(self.words(rank), layout, self.local[rank], tokens.x, top_k, chosen, self.workers)
+        experts.push_rows(
+            self.words(rank), layout, self.local[rank], tokens.x, top_k, chosen, self.workers, self.workers + 1
+        )
         return chosen
 
     def take(self, rank: int, source: int, seconds: float = 20.0) -> None:
@@ -251,7 +253,7 @@ class ExpertRank:
             return made
 
         with self.cuda.on(self.calling), self.here():
-            return self.queue.mix(self.layout, 2, self.x, self.weights, self.chosen, compute, 1.0, self.form)
+            return self.queue.mix(self.layout, 2, 3, self.x, self.weights, self.chosen, compute, 1.0, self.form)
 
     def capture(self) -> None:
         """Capture a call."""

@@ -341,11 +341,11 @@ def test_a_call_that_fails_half_issued_breaks_the_group_on_every_rank():
         first, second = ranks
         real = first.queue.mix
 
-        def fails(layout, pushers, x, weights, chosen, compute, seconds, number):
+        def fails(layout, pushers, alone, x, weights, chosen, compute, seconds, number):
             def no_memory(rows, ends):
                 raise MemoryError("no room")
 
-            return real(layout, pushers, x, weights, chosen, no_memory, seconds, number)
+            return real(layout, pushers, alone, x, weights, chosen, no_memory, seconds, number)
 
         first.queue.mix = fails
         with pytest.raises(MemoryError):

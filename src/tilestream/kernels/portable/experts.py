@@ -2,7 +2,7 @@
 
 ::
 
-    push_rows        for each rank: mark, head, signal there; then, the own rank first, block by block
+    push_rows        for some ranks: mark, head, signal there; then, rank by rank, some blocks at a time
                          rows of x -> the rank's memory; landed: count them; an expert's last: signal it there
     take_rows        wait for a source's head and rows; its mark; clear their signals; where its experts' rows end
     multiply_rows    gate * up, of the rows that there are
@@ -41,11 +41,11 @@ from tilestream.kernels.portable.rank_calls import acquired, give_up, report, wo
 VOID, STAMP, MARKS = map(tl.constexpr, (replay.VOID, replay.STAMP, replay.MARKS))
 EXPIRED, QUARANTINED = map(tl.constexpr, (record.EXPIRED, record.QUARANTINED))
 
-#: Rows of a block, which `push_rows` counts at once, and columns of it that a worker copies at once: eight times 16
-#: bytes of 16-bit elements for each of its 256 threads.
+#: Rows of a block, and columns of it that a worker copies at once: eight times 16 bytes of 16-bit elements for each of
+#: its 256 threads.
 ROWS, COLUMNS = 16, 1024
-#: Elements that `push_results` and `multiply_rows` handle at once.
-BLOCK = 8192
+#: Elements that `push_results` copies at once, as many as `push_rows`; and those that `multiply_rows` handles at once.
+PUSHED, BLOCK = ROWS * COLUMNS, 8192
 #: Columns that a program of `add_results` adds at once.
 ADDED = 1024
 WARPS = 8
@@ -116,13 +116,15 @@ def count_rows(starts, done, slots, rank, peer, expert, low, high, E, WORLD: tl.
     return expert
 
 
-@triton.jit(do_not_specialize=("rank",))
+@triton.jit(do_not_specialize=("rank", "begin", "turns", "blocks"))
 def push_rows(
-    x, order, starts, done, control, places, slots, rank,
+    x, order, starts, done, control, places, slots, rank, begin, turns, blocks,
     E, TOP_K, CAPACITY, WIDTH, HEADS, WORLD: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Push the rows of ``x`` to the ranks of their experts, all workers to one rank after the other.
+
+    To wait until stores have landed takes as long as many copies, so a worker counts several blocks at once.
 
     Parameters
     ----------
@@ -136,31 +138,37 @@ def push_rows(
         See `tilestream.kernels.portable.rank_calls.begin_call`.
     slots
         ``int64[2 * WORLD]``: where each rank's memory begins, then its signals.
+    begin, turns
+        To the ranks from ``rank + begin`` on, before ``rank + turns``.
+    blocks
+        Blocks of `ROWS` that a worker copies before it counts them.
     HEADS
         Bytes in front of the heads.
     """
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     if acquired(word_at(places, WORLD + rank)) == 0:
-        for turn in range(worker, WORLD, workers):
+        for turn in range(begin + worker, turns, workers):
             tell_peer(starts, control, places, slots, rank, (rank + turn) % WORLD, E, HEADS, WORLD, BLOCK_E)
-        for turn in range(WORLD):
+        step = ROWS * blocks
+        for turn in range(begin, turns):
             peer = (rank + turn) % WORLD
             first = tl.load(starts + peer * E)
             end = tl.load(starts + (peer + 1) * E)
             target = elements_of(slots, peer, 0, x) + rank.to(tl.int64) * CAPACITY * WIDTH
             expert = tl.cast(0, tl.int32)
-            for low in range(first + worker * ROWS, end, workers * ROWS):
-                row = low + tl.arange(0, ROWS)
-                inside = row < end
-                token = (tl.load(order + row, mask=inside, other=0) // TOP_K).to(tl.int64)
-                for column in range(0, WIDTH, COLUMNS):
-                    columns = column + tl.arange(0, COLUMNS)
-                    mask = inside[:, None] & (columns < WIDTH)[None, :]
-                    found = tl.load(x + token[:, None] * WIDTH + columns[None, :], mask=mask)
-                    into = (row - first).to(tl.int64)[:, None] * WIDTH + columns[None, :]
-                    tl.store(target + into, found, mask=mask)
-                high = tl.minimum(low + ROWS, end)
+            for low in range(first + worker * step, end, workers * step):
+                high = tl.minimum(low + step, end)
+                for at in range(low, high, ROWS):
+                    row = at + tl.arange(0, ROWS)
+                    inside = row < high
+                    token = (tl.load(order + row, mask=inside, other=0) // TOP_K).to(tl.int64)
+                    for column in range(0, WIDTH, COLUMNS):
+                        columns = column + tl.arange(0, COLUMNS)
+                        mask = inside[:, None] & (columns < WIDTH)[None, :]
+                        found = tl.load(x + token[:, None] * WIDTH + columns[None, :], mask=mask)
+                        into = (row - first).to(tl.int64)[:, None] * WIDTH + columns[None, :]
+                        tl.store(target + into, found, mask=mask)
                 expert = count_rows(starts, done, slots, rank, peer, expert, low, high, E, WORLD)
 
 

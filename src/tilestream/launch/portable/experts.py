@@ -17,6 +17,8 @@ from tilestream.launch.portable.rank_calls import SlotWords
 
 #: Programs of `multiply_rows` at most.
 _MOST_PROGRAMS = 1024
+#: The most blocks of rows that a worker counts at once; and it has as many counts at least, if there are rows for them.
+_BLOCKS = 4
 #: Programs of `add_results`, whatever the number of tokens.
 _ADDERS = 1024
 
@@ -32,18 +34,26 @@ class Local(NamedTuple):
 
 
 def push_rows(
-    words: SlotWords, layout: Layout, local: Local, x: torch.Tensor, top_k: int, chosen: Chosen, workers: int
-) -> None:
-    """Push the rows of ``x`` ``[T, width]`` to the ranks of their experts, with so many workers."""
-    launch_keyed(
-        experts.push_rows, (workers, 1, 1),
-        (x, chosen.order, chosen.starts, local.done, words.control, words.places, local.slots), (words.rank,),
-        (
-            layout.experts, top_k, layout.capacity, layout.width, layout.heads, layout.world,
-            _lanes(layout.experts), experts.ROWS, min(experts.COLUMNS, _power(layout.width)),
-        ),
-        num_warps=experts.WARPS,
-    )  # fmt: skip
+    words: SlotWords, layout: Layout, local: Local, x: torch.Tensor, top_k: int, chosen: Chosen, workers: int,
+    own_workers: int,
+) -> None:  # fmt: skip
+    """Push the rows of ``x`` ``[T, width]`` to the ranks of their experts, with ``workers``.
+
+    The own rows come first, with ``own_workers``: no product can begin before, so nothing else needs the SMs.
+    """
+    expected = x.shape[0] * top_k // layout.world  # rows for one rank
+    for count, begin, turns in ((own_workers, 0, 1), (workers, 1, layout.world)):
+        blocks = min(max(expected // (count * experts.ROWS * _BLOCKS), 1), _BLOCKS)
+        launch_keyed(
+            experts.push_rows, (count, 1, 1),
+            (x, chosen.order, chosen.starts, local.done, words.control, words.places, local.slots),
+            (words.rank, begin, turns, blocks),
+            (
+                layout.experts, top_k, layout.capacity, layout.width, layout.heads, layout.world,
+                _lanes(layout.experts), experts.ROWS, min(experts.COLUMNS, _power(layout.width)),
+            ),
+            num_warps=experts.WARPS,
+        )  # fmt: skip
 
 
 def take_rows(words: SlotWords, layout: Layout, local: Local, source: int, seconds: float) -> None:
@@ -76,7 +86,7 @@ def push_results(
     launch_keyed(
         experts.push_results, (workers, 1, 1),
         (results, local.taken[source], local.ends[source], local.returned[source], local.slots), (words.rank, source),
-        (layout.experts, layout.width, layout.results, layout.world, experts.BLOCK), num_warps=experts.WARPS,
+        (layout.experts, layout.width, layout.results, layout.world, experts.PUSHED), num_warps=experts.WARPS,
     )  # fmt: skip
 
 
