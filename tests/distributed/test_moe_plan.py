@@ -46,12 +46,12 @@ def test_rows_are_pushed_where_the_ranks_know_how_many_there_may_be():
     assert plan.fused
     assert plan.transport == "symmetric memory"
     assert plan.layout == Layout(2, 16, 4096 * 8, 4096, 2)
-    assert plan.pushers == 16
+    assert plan.pushers == 24
     said = plan.explain()
     assert "kernels push the rows into the ranks' memory" in said
     assert "no host reads how many there are" in said
     assert "memory    0.805 GB of each GPU, for the rows of 2 ranks" in said
-    assert "pushers   16 SMs\n" in said
+    assert "pushers   24 SMs\n" in said
     assert "backward  unfused: it sends the rows again by all-to-all" in said
 
 

@@ -21,9 +21,10 @@ def sort(choices: torch.Tensor, count: int) -> Chosen:
     A choice of an expert that does not exist (there are ``count``) is sorted behind all others.
     """
     flat = choices.reshape(-1)
-    experts = flat.masked_fill((flat < 0) | (flat >= count), count).int()
+    narrow = torch.int16 if count < 2**15 else torch.int32  # a radix sort takes half as long
+    experts = flat.clamp(-1, count).remainder(count + 1).to(narrow)  # -1 becomes `count`
     by_expert, order = experts.sort(stable=True)
-    each = torch.arange(count + 1, dtype=torch.int32, device=flat.device)
+    each = torch.arange(count + 1, dtype=narrow, device=flat.device)
     starts = torch.searchsorted(by_expert, each, out_int32=True)
     place = torch.empty_like(order)
     place.scatter_(0, order, torch.arange(len(order), device=flat.device))

@@ -82,14 +82,24 @@ def lane_layout(count, warps):
 
 @gluon.jit
 def clear_rows(out, first, rows, columns):
-    """Store zeros in rows [first, rows) of the output, which belong to no group: all warps of the CTA, row by row."""
-    WIDTH: gl.constexpr = 1024
-    column = gl.arange(0, WIDTH, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    """Store zeros in rows [first, rows) of the output, which belong to no group: all warps of the CTA, row by row.
+
+    Where chunks of columns are whole, a mask is the same for all of a chunk, and each is one store.
+    """
+    CHUNK: gl.constexpr = 8
+    WIDTH: gl.constexpr = 32 * CHUNK * gl.num_warps()
+    column = gl.arange(0, WIDTH, gl.BlockedLayout([CHUNK], [32], [gl.num_warps()], [0]))
+    zeros = (column * 0).to(out.at.dtype.element_ty)
+    whole = columns % CHUNK == 0
     for row in range(first + gl.program_id(0), rows, gl.num_programs(0)):
         at = out.at + row.to(gl.int64) * out.row
         for start in range(0, columns, WIDTH):
             j = start + column
-            gl.store(at + j.to(gl.int64) * out.column, (j * 0).to(out.at.dtype.element_ty), mask=j < columns)
+            at_j = at + j.to(gl.int64) * out.column
+            if whole:
+                gl.store(at_j, zeros, mask=j // CHUNK < columns // CHUNK)
+            else:
+                gl.store(at_j, zeros, mask=j < columns)
 
 
 @gluon.jit
@@ -194,6 +204,35 @@ def hand_on_group(items, slot, found, item, span, C: gl.constexpr):
 
 
 @gluon.jit
+def pass_stages(ring, place, steps, C: gl.constexpr):
+    """Give an item's stages back as they are filled, and multiply nothing: the `Place` behind them."""
+    stage, phase = place
+    for _ in range(0, steps):
+        mbarrier.wait(ring.full.index(stage), phase)
+        mbarrier.arrive(ring.empty.index(stage), count=C.CTAS)
+        stage, phase = step(stage, phase, C.STAGES)
+    return Place(stage, phase)
+
+
+@gluon.jit
+def finish_tile(ring, order, words, e, scales, item, place, steps, where, WHO: gl.constexpr, C: gl.constexpr):
+    """Multiply an item and store it, in [row, rows) and [column, columns): the `Place` behind its stages."""
+    row, column, rows, columns = where
+    epilogue = Epilogue(
+        e.out, e.residual, e.bias, e.row_scale, e.column_scale, e.alpha, e.beta, rows, columns, e.map, e.buffers
+    )  # fmt: skip
+    early = prefetch_epilogue(epilogue, item.batch, row, column, C)
+    if C.SCALES == "block":
+        blocks = BlockScales(scales[0], scales[1], item.batch, row, column, rows, columns)
+        accs, place = scaled_product(ring, order, place, steps, blocks, WHO, C)
+    else:
+        accs, place = product(ring, order, place, steps, WHO, C)
+    await_prefetch(early)
+    store_tile(accs, words.partials, epilogue, item, row, column, WHO, C)
+    return place
+
+
+@gluon.jit
 def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, publishing, C: gl.constexpr):
     """Consumer ``WHO``: multiply the items that it is handed, and finish them.
 
@@ -225,17 +264,15 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, publishin
                     row, rows = begin + row, end
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
-            epilogue = Epilogue(
-                e.out, e.residual, e.bias, e.row_scale, e.column_scale, e.alpha, e.beta, rows, columns, e.map, e.buffers
-            )  # fmt: skip
-            early = prefetch_epilogue(epilogue, item.batch, row, column, C)
-            if C.SCALES == "block":
-                blocks = BlockScales(scales[0], scales[1], item.batch, row, column, rows, columns)
-                accs, stage = scaled_product(ring, order, stage, steps, blocks, WHO, C)
+            if C.HALVES == 2:  # the second consumer has no rows of some tiles: then the first has the tensor cores
+                there = row < rows
             else:
-                accs, stage = product(ring, order, stage, steps, WHO, C)
-            await_prefetch(early)
-            store_tile(accs, words.partials, epilogue, item, row, column, WHO, C)
+                there: gl.constexpr = True
+            if there:
+                where = row, column, rows, columns
+                stage = finish_tile(ring, order, words, e, scales, item, stage, steps, where, WHO, C)
+            else:
+                stage = pass_stages(ring, stage, steps, C)
             if C.PUBLISHES:
                 publish_source(source, tiles * C.HALVES, publishing)
             if C.TRACE:
