@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 import pytest
 
 #: Seconds of a function's cases in the quick tier.
-SECONDS = 1.5
+SECONDS = 1.0
 #: Functions of which the quick tier keeps every case: each is a fault of its own, and none tells of another.
 WHOLE = frozenset({"tests/fault_table/test_fault_table.py::test_a_fault_on_the_cpu"})
 #: What a case without a record is taken to last, for the time that is left.
