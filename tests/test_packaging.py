@@ -107,7 +107,7 @@ def answers(python: Path, version: tuple[int, int]) -> bool:
             [python, "-c", "import sys; print(*sys.version_info[:2])"],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=300,
             stdin=subprocess.DEVNULL,
             check=False,
         )

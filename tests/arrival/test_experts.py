@@ -24,7 +24,7 @@ from tilestream.arrival.stream import Stream
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped
 from tilestream.core.groups import by_load
 
-LONG, K, N = 30.0, 8, 6
+LONG, K, N = 300.0, 8, 6
 #: Rows of each of four experts, and the order in which they come.
 SIZES = {(1, 0, 5, 2): [2, 3, 0], (3, 3, 0, 3): [0, 1, 3], (0, 0, 0, 0): [], (0, 9, 0, 0): [1]}
 

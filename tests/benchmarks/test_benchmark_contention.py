@@ -19,7 +19,7 @@ def test_a_dry_run_writes_records_that_can_be_rendered(results: Path) -> None:
     names = "held,idle,split,queues,nccl,together"
     run = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "run.py", "contention", names, results, "--dry"],
-        capture_output=True, text=True, timeout=110, check=False,
+        capture_output=True, text=True, timeout=850, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert "\n".join(contention.page(results)).count("\n### ") == 6

@@ -12,7 +12,7 @@ from benchmarks.report import support
 
 def test_the_page_is_made_from_the_records():
     command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "report", "support", "--check"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
     assert run.returncode == 0, run.stderr
 
 

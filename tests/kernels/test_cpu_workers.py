@@ -26,7 +26,7 @@ from tilestream.runtime import shutdown
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 M, N, K = 64, 40, 24
-LONG = 120.0
+LONG = 300.0
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 
@@ -154,11 +154,11 @@ def test_idle_threads_end(end, pool, monkeypatch):
     threads = [worker.thread for worker in pool.idle]
     if end == "at exit":
         assert len(threads) == 3
-        pool.stop_at_exit(20)
+        pool.stop_at_exit(LONG)
         assert not any(thread.is_alive() for thread in threads)
-    assert until(lambda: not pool.idle and not any(thread.is_alive() for thread in threads), 30)
+    assert until(lambda: not pool.idle and not any(thread.is_alive() for thread in threads))
     multiply(3)  # a launch that was under way at exit goes on, with new threads
-    assert until(lambda: not pool.idle, 30)
+    assert until(lambda: not pool.idle)
 
 
 def test_an_idle_thread_uses_no_cpu(pool):

@@ -155,23 +155,35 @@ def test_in_arrival_order_a_missing_chunk_costs_no_tile_but_its_own(chunks):
         assert expired().chunk == missing
 
 
-def test_a_launch_has_one_deadline_for_all_its_waits(monkeypatch):
-    """Each wait is shorter than the deadline, and all together are longer: the launch is over (invariant 5)."""
-    a, b = rand(32, 16), rand(16, 16)
-    words, due = Words(2, 7), {0: 0.25, 1: 0.75}
+def use_a_clock(monkeypatch, paused=lambda seconds: None) -> None:
+    """Launches have a clock of their own, on which a tenth of a second passes at each pause of a wait.
+
+    ``paused`` is called then, with the seconds since the beginning. The machine's clock goes on while a test is held.
+    """
     seconds = 1.0
 
     def sleep(_: float) -> None:
         nonlocal seconds
         seconds += 0.1
-        for chunk, at in due.items():
-            if seconds - 1.0 >= at:
-                words.words[chunk] = 7
+        paused(seconds - 1.0)
 
     clock = SimpleNamespace(perf_counter_ns=lambda: int(seconds * 1e9), sleep=sleep)
     monkeypatch.setattr("tilestream.kernels.device.clock.time", clock)
     # The launch's clock is a word that only rises, and other tests of this process have told it the real time.
     channel(CPU).claims[LINE] = 0
+
+
+def test_a_launch_has_one_deadline_for_all_its_waits(monkeypatch):
+    """Each wait is shorter than the deadline, and all together are longer: the launch is over (invariant 5)."""
+    a, b = rand(32, 16), rand(16, 16)
+    words, due = Words(2, 7), {0: 0.25, 1: 0.75}
+
+    def signal(seconds: float) -> None:
+        for chunk, at in due.items():
+            if seconds >= at:
+                words.words[chunk] = 7
+
+    use_a_clock(monkeypatch, signal)
     plan = plan_of(32, 16, 16, "static", rows=Chunks.uniform(32, 16), workers=1)
     out = voided(plan, a, b, incoming=awaited(words, deadline=0.5))
     torch.testing.assert_close(out[:16], (a @ b)[:16])
@@ -180,7 +192,8 @@ def test_a_launch_has_one_deadline_for_all_its_waits(monkeypatch):
     assert (error.chunk, 0.0 < error.waited < 0.5) == (1, True)
 
 
-def test_a_record_counts_what_was_waited_for_several_queues():
+def test_a_record_counts_what_was_waited_for_several_queues(monkeypatch):
+    use_a_clock(monkeypatch)
     a, b = rand(70, 16), rand(16, 16)
     plan = plan_of(70, 16, 16, rows=CHUNKS["tiles"], workers=1)
     assert voided(plan, a, b, incoming=awaited(Words(CHUNKS["tiles"].count), deadline=0.4)).isnan().all()

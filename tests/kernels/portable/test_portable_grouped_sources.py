@@ -185,7 +185,7 @@ def test_what_comes_late_and_in_any_order(seed):
     words.words.fill_(2)  # of the epoch before
     thread = threading.Thread(target=words.bring, args=(case, coming, counts, rows))
     thread.start()
-    run(case, incoming=awaited(words, deadline=60.0), workers=3, pivot=seed % len(counts))
+    run(case, incoming=awaited(words, deadline=600.0), workers=3, pivot=seed % len(counts))
     thread.join()
     case.x.a.copy_(rows)
     case.check()
@@ -236,7 +236,7 @@ def test_a_producer_that_fails():
         case = Case(COUNTS["ragged"])
         words = Words(case.words, 3).arrive()
         words.words[case.word(*missing)] = -3
-        run(case, incoming=awaited(words, deadline=60.0), workers=2)
+        run(case, incoming=awaited(words, deadline=600.0), workers=2)
         report = channel(CPU)
         with pytest.raises(ProducerStopped):
             report.check()

@@ -120,7 +120,7 @@ def test_a_source_that_is_late_is_waited_for_and_its_tiles_come_last():
 
     thread = threading.Thread(target=bring)
     thread.start()
-    launch = by_source(case, case.plan(workers=2, pivot=1), awaited(words, deadline=60.0))
+    launch = by_source(case, case.plan(workers=2, pivot=1), awaited(words, deadline=600.0))
     thread.join()
     case.check()
     tiles = [span.batch for span in sorted(launch.spans, key=lambda span: span.end) if span.kind == "tile"]

@@ -204,7 +204,7 @@ def started(monkeypatch):
 
 
 def wait_for(event) -> None:
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 300
     while not event():
         assert time.monotonic() < limit
         time.sleep(0.01)
