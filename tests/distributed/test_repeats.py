@@ -199,11 +199,14 @@ def test_a_public_gather_with_all_rows_is_another_call(state):
 
 GATHERED = ([B], 0, "group", [A.new_empty(0)], ["none"], None, [None], None, True, False, "auto", -1.0, 0)
 SUMMED = ("sum", "group", None, None, None, None, True, "auto", -1.0, 0)
-#: Of a registered op: its implementation, and its arguments behind A.
+#: Of a registered op: its kernel, and its arguments behind A.
 REGISTERED = {
-    "all_gather_matmul": (library._all_gather_matmul, GATHERED),
-    "matmul_reduce_scatter": (library._matmul_reduce_scatter, (B, 0, *SUMMED)),
-    "matmul_all_reduce": (library._matmul_all_reduce, (B, *SUMMED)),
+    op: (library._repeating(op, kernel), given)
+    for op, kernel, given in (
+        ("all_gather_matmul", library._all_gather_matmul, GATHERED),
+        ("matmul_reduce_scatter", library._matmul_reduce_scatter, (B, 0, *SUMMED)),
+        ("matmul_all_reduce", library._matmul_all_reduce, (B, *SUMMED)),
+    )
 }
 
 
@@ -212,6 +215,7 @@ def usual(state, monkeypatch):
     """The calls of registered ops that take the usual way: each's request, and what may repeat it."""
     found, state.group = [], "group"
     monkeypatch.setattr(library, "states_of", lambda op, name: [state])
+    monkeypatch.setattr(library, "group_of", lambda name: name)
 
     def run(states, request, *, plain=None):
         found.append((request, plain))
@@ -270,6 +274,50 @@ def test_registered_calls_with_a_bias_an_activation_or_a_scale_are_other_calls(s
     assert one.extras is NO_EXTRAS
     assert [*other.extras.tensors, *filter(None, other.extras.activations)] == (value if type(value) is list else [B])
     assert other.extras.scale_a is request.scale_a
+
+
+class KnownSum(Repeat):
+    """Its calls give a sum of A."""
+
+    def issue(self, call):
+        return call.a.sum(1)
+
+
+@pytest.mark.parametrize("op", REGISTERED)
+def test_a_registered_op_repeats_above_torchs_gradients(state, usual, monkeypatch, op):
+    """Whose Python costs more than a repeat. A call that needs gradients goes there, and is repeated below."""
+    # Dense, on CUDA: the kernels of GPUs, for these tensors of the CPU.
+    keys = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in ("AutogradCUDA", "CUDA")]
+    run, given = getattr(torch.ops.tilestream, op).default, REGISTERED[op][1]
+    run.redispatch(keys[0] | keys[1], A, *given)
+    ((request, _),) = usual
+    assert request.op == op
+    call, asked = library._of_op(op, A, *given), []
+    (KnownGather if op == "all_gather_matmul" else KnownSum).of(call, torch.device("cpu"))
+    repeated = library._repeated
+    monkeypatch.setattr(library, "_repeated", lambda *of_call: asked.append(op) or repeated(*of_call))
+    with torch.enable_grad():
+        made = run.redispatch(keys[0] | keys[1], A, *given)
+        assert (len(usual), state.repeated, len(asked)) == (1, 1, 1)
+        assert (made[1][0] if op == "all_gather_matmul" else made).eq(0).all()
+        made = run.redispatch(keys[0] | keys[1], A.clone().requires_grad_(), *given)
+    assert (len(usual), state.repeated, len(asked)) == (1, 2, 3)
+    assert (made[1][0] if op == "all_gather_matmul" else made).grad_fn is not None
+
+
+@pytest.mark.parametrize("op", REGISTERED)
+def test_tensors_of_gpus_without_data_are_traced(usual, op):
+    """As by torch's compiler."""
+    with torch._subclasses.FakeTensorMode():
+        a, b = (torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (A, B))
+        given = [[b] if x is GATHERED[0] else b if x is B else x for x in REGISTERED[op][1]]
+        given = [[a.new_empty(0)] if x is GATHERED[3] else x for x in given]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(library, "world_of", lambda name: 2)
+            made = getattr(torch.ops.tilestream, op)(a, *given)
+    out = made[1][0] if op == "all_gather_matmul" else made
+    assert out.shape == {"all_gather_matmul": (16, 2), "matmul_reduce_scatter": (4, 2), "matmul_all_reduce": (8, 2)}[op]
+    assert not usual
 
 
 def test_a_registered_call_without_a_product_takes_the_usual_way(state, usual):

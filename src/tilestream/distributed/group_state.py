@@ -242,6 +242,11 @@ def resolve(name: str) -> dist.ProcessGroup:
     return found
 
 
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """The group in a name that `name_of` made; None for several nodes."""
+    return None if _NODE_SEPARATOR in name else resolve(name)
+
+
 def name_of(op: str, group: Group, most: int = MOST_RANKS) -> str:
     """The name of ``group`` for a registered op; a mesh of two dimensions gives the names of both its groups.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ import torch
 from tilestream.arrival.stream import open_streams
 from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.group_state import Group, GroupState, known_state, states_of, world_of
+from tilestream.distributed.group_state import Group, GroupState, group_of, known_state, states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.repeats import PlainCall, plain_call
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request, refuse_unfilled
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.gradients import through_activation
+from tilestream.ops.inline import PLAIN
 from tilestream.ops.library import _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import within_limit
 
@@ -72,18 +73,43 @@ def equal_call(group: Group, request: Request | None) -> EqualCall | None:
     return None if state.decided(key) is None else EqualCall(state, key)
 
 
-def _plain_call(states: Sequence[GroupState], request: Request) -> PlainCall | None:
-    """The call as one that may repeat an earlier one, as a compiled graph does at each run; None for others."""
-    x = request
-    if len(states) > 1:
+def _gather_call(
+    a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, name: str,
+    bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
+    scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool,
+    form: Form, deadline: float, worker_limit: int,
+) -> PlainCall | None:  # fmt: skip
+    """A gather as one that may repeat an earlier one, as a compiled graph does at each run; None for others."""
+    if (group := group_of(name)) is None:
         return None
-    tensors, more, options = (x.scale_a, *x.biases, *x.scales_b), None, (x.out_dtype, x.fast_accum, x.form)
-    if set(x.activations) != {"none"} or any(one is not None for one in tensors):
-        more = x.biases, list(x.activations), x.scale_a, x.scales_b
-    of_call = x.op, states[0].group, x.a
-    if x.op == GATHER:
-        return plain_call(*of_call, x.bs, x.dim, x.deadline, *options, x.return_a, extras=more)
-    return plain_call(*of_call, x.b, x.dim, x.deadline, x.reduce_op, *options, extras=more)
+    biases = [x if x.numel() else None for x in bias]
+    has_none = scale_a is None and all(x is None for x in (*biases, *scale_b)) and all(x == "none" for x in activation)
+    extras = None if has_none else (biases, list(activation), scale_a, list(scale_b))
+    options = out_dtype, fast_accum, form, return_a
+    return plain_call(GATHER, group, a_shard, b, gather_dim, _deadline(deadline), *options, extras=extras)
+
+
+def _sum_call(
+    op: Op, a: torch.Tensor, b: torch.Tensor, dim: int, reduce_op: str, name: str, bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
+    form: Form, deadline: float, worker_limit: int,
+) -> PlainCall | None:  # fmt: skip
+    """A sum, likewise."""
+    if (group := group_of(name)) is None:
+        return None
+    has_none = bias is None and scale_a is None and scale_b is None
+    extras = None if has_none else (bias, None, scale_a, scale_b)
+    return plain_call(op, group, a, b, dim, _deadline(deadline), reduce_op, out_dtype, fast_accum, form, extras=extras)
+
+
+def _of_op(op: Op, *given: Any) -> PlainCall | None:
+    """A registered op's call as one that may repeat an earlier one. In the call's limit of workers."""
+    if op == GATHER:
+        return _gather_call(*given)
+    if op == ALL_REDUCE:
+        a, b, *rest = given
+        given = a, b, 0, *rest
+    return _sum_call(op, *given)
 
 
 def _all_gather_matmul(
@@ -100,10 +126,10 @@ def _all_gather_matmul(
     )  # fmt: skip
     with _limited(worker_limit):
         states = states_of(GATHER, group)
-        plain = _plain_call(states, request)
-        if plain is not None and (made := plain.repeated()) is not None:
-            gathered, outs = made
-            return a_shard.new_empty(0) if gathered is None else gathered, outs
+        plain = _gather_call(
+            a_shard, b, gather_dim, group, bias, activation, scale_a, scale_b, out_dtype, fast_accum, return_a, form,
+            deadline, worker_limit,
+        )  # fmt: skip
         if len(states) == 1:
             return all_gather.run(states[0], request, plain=plain)
         return hierarchy.all_gather_matmul(NodeMesh(*states), request)
@@ -129,11 +155,8 @@ def _matmul_reduce_scatter(
     request = _sum_request(REDUCE_SCATTER, a, b, scatter_dim, reduce_op, *of_request)
     with _limited(worker_limit):
         states = states_of(REDUCE_SCATTER, group)
-        plain = _plain_call(states, request)
-        if plain is not None and (made := plain.repeated()) is not None:
-            repeated: torch.Tensor = made
-            return repeated
         if len(states) == 1:
+            plain = _sum_call(REDUCE_SCATTER, a, b, scatter_dim, reduce_op, group, *options)
             return reduce_scatter.run(states[0], request, plain=plain)
         return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
 
@@ -143,11 +166,34 @@ def _matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: 
     request = _sum_request(ALL_REDUCE, a, b, 0, reduce_op, *of_request)
     with _limited(worker_limit):
         states = states_of(ALL_REDUCE, group)
-        plain = _plain_call(states, request)
-        if plain is not None and (made := plain.repeated()) is not None:
-            repeated: torch.Tensor = made
-            return repeated
+        plain = _sum_call(ALL_REDUCE, a, b, 0, reduce_op, group, *options)
         return all_reduce.run(states, request, plain=plain)
+
+
+def _repeated(op: Op, given: Sequence[Any]) -> Any:
+    """The result of a registered op's call on GPUs, if it repeats an earlier one; None for others.
+
+    A compiled graph calls the op at each run, and torch's Python around the op's kernels costs more than a repeat.
+    """
+    if open_streams or type(given[0]) not in PLAIN:
+        return None
+    with _limited(given[-1]):
+        plain = _of_op(op, *given)
+        made = None if plain is None else plain.repeated()
+    if made is None or op != GATHER:
+        return made
+    gathered, outs = made
+    return given[0].new_empty(0) if gathered is None else gathered, outs
+
+
+def _repeating(op: Op, usual: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of a registered op for GPUs, where no gradients are looked for."""
+
+    def run(*given: Any) -> Any:
+        made = _repeated(op, given)
+        return usual(*given) if made is None else made
+
+    return run
 
 
 def _empty_gathered(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:
@@ -293,14 +339,38 @@ def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return _sum_gradients(ctx, of_product, of_a, grad)
 
 
+def _register_autograd(op: Op, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    """Register an op's gradients; on GPUs, behind the question whether a call, which then has none, can be repeated."""
+    kernels: list[Callable[..., Any]] = []
+    register = library.impl
+
+    def kept(name: Any, kernel: Any, *how: Any, **more: Any) -> None:
+        kernels.append(kernel)
+        register(name, kernel, *how, **more)  # type: ignore[no-untyped-call]
+
+    library.impl = kept  # type: ignore[method-assign, assignment]
+    try:
+        torch.library.register_autograd(f"tilestream::{op}", backward, setup_context=setup_context, lib=library)
+    finally:
+        del library.impl
+    if kernels:
+        (kernel,) = kernels
+
+        def run(keyset: Any, *given: Any) -> Any:
+            made = _repeated(op, given)
+            return kernel(keyset, *given) if made is None else made
+
+        library.impl(op, run, "AutogradCUDA", with_keyset=True)
+
+
 for _op, _run, _fake, _backward, _context in (
-    ("all_gather_matmul", _all_gather_matmul, _empty_gathered, _gather_backward, _gather_context),
-    ("matmul_reduce_scatter", _matmul_reduce_scatter, _empty_part, _scatter_backward, _sum_context),
-    ("matmul_all_reduce", _matmul_all_reduce, _empty_sum, _all_reduce_backward, _sum_context),
+    (GATHER, _all_gather_matmul, _empty_gathered, _gather_backward, _gather_context),
+    (REDUCE_SCATTER, _matmul_reduce_scatter, _empty_part, _scatter_backward, _sum_context),
+    (ALL_REDUCE, _matmul_all_reduce, _empty_sum, _all_reduce_backward, _sum_context),
 ):
-    for _device in ("CPU", "CUDA"):
-        library.impl(_op, _run, _device)
+    library.impl(_op, _run, "CPU")
+    library.impl(_op, _repeating(_op, _run), "CUDA")
     torch.library.register_fake(f"tilestream::{_op}", _fake, lib=library)
-    torch.library.register_autograd(f"tilestream::{_op}", _backward, setup_context=_context, lib=library)
+    _register_autograd(_op, _backward, _context)
 library.impl("sum_over_ranks", lambda x, group: all_reduce.sum_over(group, x), "CompositeExplicitAutograd")
 torch.library.register_fake("tilestream::sum_over_ranks", lambda x, group: x.new_empty(x.shape), lib=library)
