@@ -100,7 +100,7 @@ core.arguments: core/test_arguments.py ops/test_op_errors.py
 distributed.graph_calls: distributed/test_graph_calls.py
 distributed.slots: distributed/test_copy_engines.py distributed/test_graph_calls.py
 distributed.exchange: distributed/test_scenarios.py distributed/test_all_gather.py
-distributed.async_tp: distributed/test_async_input.py distributed/test_scenarios.py
+distributed.async_tp: distributed/test_async_tp.py distributed/test_async_input.py distributed/test_scenarios.py
 distributed.gloo: distributed/test_all_gather.py distributed/test_reduce_scatter.py
 distributed.api: distributed/test_all_gather.py distributed/test_reduce_scatter.py
 distributed.modules: distributed/test_all_gather.py distributed/test_reduce_scatter.py

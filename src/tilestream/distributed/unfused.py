@@ -111,7 +111,8 @@ class UnfusedSum(_Unfused):
         whole, state = self.product(call.a, call, scale_a=call.extras.scale_a, sums=True), call.state
         out = torch.empty((whole.shape[0] // state.world, whole.shape[1]), dtype=whole.dtype, device=whole.device)
         on_this_stream(state.group._reduce_scatter_base, out, whole, options=ReduceScatterOptions())
-        return finished(out, out.dtype, call.extras.biases[0])
+        bias = call.extras.biases[0]
+        return out if bias is None else finished(out, out.dtype, bias)
 
 
 class UnfusedAllReduce(_Unfused):
