@@ -1,29 +1,35 @@
 """Damaged files for everything that reads a file: each is read as what it is, or refused by name.
 
     PYTHONPATH=src:tests python -m soak.parsers [--files 10000] [--seed N] [--out DIR]      # hypothesis
-    PYTHONPATH=src:tests python -m soak.parsers --atheris PARSER [ARGS of libFuzzer]         # atheris 3.0, Python 3.11
+    PYTHONPATH=src:tests python -m soak.parsers --atheris PARSER [--files 10000] [--seed N]     # for Python 3.11, 3.12
 
 A file is random bytes, or a good one that was cut, spliced or had bytes changed; of JSON and YAML also another value in
-the place of any value. A parser may return, or raise what its docstring says, with the file's name; nothing else. Each
-run adds a row to DIR/cpu/parsers.json; the exit status is 1 if a parser ended otherwise.
+the place of any value. A parser may return, or raise what its docstring says, with the file's name; nothing else. With
+atheris, which is no dependency, what is drawn is guided by the parser's coverage. Each run adds a row to
+DIR/cpu/parsers.json; the exit status is 1 if a parser ended otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import importlib
 import inspect
 import io
 import json
 import logging
+import os
 import struct
 import sys
+import tarfile
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
@@ -34,12 +40,15 @@ from soak.launches import RESULTS, add
 from tilestream.arrival import files
 from tilestream.arrival.files import find_matrix
 from tilestream.plan import tuned
+from tilestream_tools import records
 from tilestream_tools.sweep import record as sweep_record
 from tilestream_tools.sweep import suite
 from tilestream_tools.trace import perfetto
+from tilestream_tools.warm import calls
 
-#: What reads files.
-READING = (files, tuned, sweep_record, suite, perfetto)
+#: What reads files; and the reader of packs, which imports Triton.
+READING = (files, tuned, records, sweep_record, suite, perfetto, calls)
+PACKS = "tilestream_tools.warm.kernel_cache"
 
 
 class Parser(NamedTuple):
@@ -79,6 +88,36 @@ def _tuned(path: Path) -> object:
     return tuned._read(path)
 
 
+def _model(path: Path) -> object:
+    return calls.described(path, (), (), None, "1,16", "64", None)
+
+
+def _pack(path: Path) -> object:
+    kernel_cache = importlib.import_module(PACKS)
+    cache = path.with_name("cache")
+    with mock.patch.multiple(kernel_cache, made_by=lambda: _BY, folder=lambda: cache):
+        return kernel_cache.unpack(path)
+
+
+def _tar(tree: Any) -> bytes:
+    """A pack of kernels. Its manifest has the digests of its files unless the tree says others."""
+    inner = tree if isinstance(tree, dict) else {"": tree}
+    texts = {
+        str(name): (value if isinstance(value, str) else json.dumps(value)).encode() for name, value in inner.items()
+    }
+    manifest = inner.get("tilestream.json")
+    if isinstance(manifest, dict) and manifest.get("files") == "all":
+        digests = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items() if name != "tilestream.json"}
+        texts["tilestream.json"] = _json(manifest | {"files": digests})
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, text in texts.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            tar.addfile(entry, io.BytesIO(text))
+    return file.getvalue()
+
+
 _HEADER = {
     "__metadata__": {"format": "pt"}, "x": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]},
     "y": {"dtype": "F16", "shape": [16], "data_offsets": [32, 64]},
@@ -103,6 +142,16 @@ _TRACE = {
     ],
 }  # fmt: skip
 
+_MODEL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 100, "torch_dtype": "bfloat16", "text_config": None, "attention_bias": True, "mlp_bias": False,
+}  # fmt: skip
+_BY = {"tilestream": "0", "triton": "3", "python": "3", "triton's files": "0"}
+_PACK = {
+    "tilestream.json": {**_BY, "files": "all"}, "ABC2/gemm.json": {"target": {"backend": "cuda"}},
+    "ABC2/gemm.cubin": "code", "ABC3/gemm.json": {},
+}  # fmt: skip
+
 PARSERS: dict[str, Parser] = {
     "safetensors": Parser(
         lambda path: find_matrix(path, "x"), ".safetensors", _safetensors(_HEADER), _HEADER, _safetensors,
@@ -116,9 +165,12 @@ PARSERS: dict[str, Parser] = {
     "sweep": Parser(sweep_record.read, ".json", _json(_SWEEP), _SWEEP, _json, (ValueError,)),
     "tuned": Parser(_tuned, ".json", _json(_TUNED), _TUNED, _json, ()),
     "trace": Parser(perfetto.load, ".json", _json(_TRACE), _TRACE, _json, (ValueError,)),
+    "model": Parser(_model, ".json", _json(_MODEL), _MODEL, _json, (ValueError,)),
+    "pack": Parser(_pack, ".tar", _tar(_PACK), _PACK, _tar, (ValueError,)),
 }  # fmt: skip
 
-_VALUES = st.recursive(
+GONE = object()
+_VALUES = st.just(GONE) | st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
     | st.sampled_from([0, -1, 2**31, 2**63, "F32", "x", [], {}]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6,
@@ -132,9 +184,12 @@ def _places(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _with(tree: Any, place: tuple[Any, ...], value: Any) -> Any:
-    """A tree with another value at a place."""
+    """A tree with another value at a place; `GONE`: without that."""
     if not place:
-        return value
+        return None if value is GONE else value
+    if value is GONE and len(place) == 1:
+        kept = [one for one in (tree if isinstance(tree, dict) else range(len(tree))) if one != place[0]]
+        return {one: tree[one] for one in kept} if isinstance(tree, dict) else [tree[one] for one in kept]
     made = dict(tree) if isinstance(tree, dict) else list(tree)
     made[place[0]] = _with(tree[place[0]], place[1:], value)
     return made
@@ -225,27 +280,40 @@ def run(count: int, seed: int) -> dict[str, Any]:
     }
 
 
-def by_coverage(name: str, arguments: Sequence[str]) -> None:
-    """Atheris on one parser, guided by coverage; it goes on until it is stopped or finds something."""
+def by_coverage(name: str, count: int, seed: int | None, out: Path) -> None:
+    """Read so many files of one parser, which hypothesis draws from what atheris gives; add a row, and end the process.
+
+    It ends with the first file that a parser does not end rightly on.
+    """
     import atheris
 
     parser, folder = PARSERS[name], tempfile.mkdtemp()
     path = Path(folder) / f"damaged{parser.ending}"
+    ends: Counter[str] = Counter()
+    began, cpu = time.monotonic(), time.process_time()
 
-    def one(content: bytes) -> None:
-        _, fault = attempt(parser, path, content)
-        if fault:
-            raise AssertionError(fault)
+    @given(contents(parser))
+    def each(content: bytes) -> None:
+        end, fault = attempt(parser, path, content)
+        ends[f"{name}: {end}"] += 1
+        if not fault and ends.total() < count:
+            return
+        wrong = [f"{name}: {fault[:200]}: {content[:300]!r}"] if fault else []
+        spent = {"seconds": round(time.monotonic() - began, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
+        found = {**spent, "by": "atheris", "files": ends.total(), "ends": dict(sorted(ends.items())), "wrong": wrong}
+        status = add("cpu", out, "parsers", seed, lambda number: {"seed": number, **found})
+        sys.stdout.flush()
+        os._exit(status)  # libFuzzer calls any other end a fault
 
-    for module in READING:  # not torch's 30,000 functions
-        for function in filter(inspect.isfunction, list(vars(module).values())):
-            if function.__module__ == module.__name__:
+    for module in (*READING, *([importlib.import_module(PACKS)] if name == "pack" else [])):  # not torch's functions
+        for function in map(inspect.unwrap, filter(callable, list(vars(module).values()))):
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
                 atheris.instrument_func(function)
-    corpus = Path(folder) / "corpus"
-    corpus.mkdir()
-    (corpus / "good").write_bytes(parser.good)
     logging.getLogger("tilestream").setLevel(logging.ERROR)  # what is tuned warns of a file that it cannot read
-    atheris.Setup([sys.argv[0], str(corpus), *arguments], one)
+    atheris.Setup(
+        [sys.argv[0], "-max_len=2000", "-len_control=0", *([f"-seed={seed}"] if seed is not None else [])],
+        each.hypothesis.fuzz_one_input,
+    )
     atheris.Fuzz()
 
 
@@ -255,12 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="default: the number of runs in the record")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--atheris", choices=PARSERS, metavar="PARSER", help=", ".join(PARSERS))
-    given, rest = parser.parse_known_args(arguments)
+    given = parser.parse_args(arguments)
     if given.atheris:
-        by_coverage(given.atheris, rest)
-        return 0
-    if rest:
-        parser.error(f"unknown: {' '.join(rest)}")
+        by_coverage(given.atheris, given.files, given.seed, given.out)
     return add("cpu", given.out, "parsers", given.seed, lambda seed: run(given.files, seed))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,8 +32,6 @@ def test_launches_of_random_cases(seed):
 
 
 def test_cases_are_drawn_from_the_seed_and_are_of_every_kind():
-    import random
-
     drawn = [[launches.draw(random.Random(seed), "cpu") for _ in range(50)] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     many = [launches.draw(rng, "cuda") for rng in [random.Random(0)] for _ in range(300)]
@@ -232,6 +232,31 @@ def test_another_exception_and_a_message_without_the_file_are_seen(tmp_path):
     path = tmp_path / "x.yaml"
     assert parsers.attempt(parser._replace(read=fails), path, b"")[1] == "KeyError: 'x'"
     assert "does not name the file" in parsers.attempt(parser._replace(read=fails, raises=(KeyError,)), path, b"")[1]
+
+
+@pytest.mark.parametrize(("name", "read"), [("npy", parsers.find_matrix), ("sweep", parsers.records.read)])
+def test_what_atheris_gives_is_drawn_from_and_counted(name, read, tmp_path, monkeypatch):
+    class EndedError(BaseException):
+        pass
+
+    def ends(status):
+        raise EndedError(status)
+
+    def fuzz():
+        rng = random.Random(0)
+        while True:
+            calls[-1](rng.randbytes(1000))
+
+    calls, instrumented = [], []
+    setup = SimpleNamespace(instrument_func=instrumented.append, Setup=lambda _, one: calls.append(one), Fuzz=fuzz)
+    monkeypatch.setitem(sys.modules, "atheris", setup)
+    monkeypatch.setattr(parsers.os, "_exit", ends)
+    with pytest.raises(EndedError, match="0"):
+        parsers.by_coverage(name, 30, 7, tmp_path)
+    (row,) = json.loads((tmp_path / "cpu" / "parsers.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["seed"], row["by"], row["files"], row["wrong"]) == (7, "atheris", 30, [])
+    assert sum(row["ends"].values()) == 30
+    assert read in instrumented
 
 
 def test_a_suite_that_is_no_text_is_refused_by_name(tmp_path):

@@ -292,9 +292,10 @@ def of_model(
     ValueError
         If it does not say how wide the model is, or what it says is no size or no dtype.
     """
+    if isinstance(config, Mapping):
+        config = config.get("text_config") or config
     if not isinstance(config, Mapping):
         raise ValueError("the configuration is no JSON object")
-    config = config.get("text_config") or config
     needed = ("hidden_size", "intermediate_size", "num_attention_heads")
     if missing := [name for name in needed if config.get(name) is None]:
         raise ValueError(
@@ -364,7 +365,11 @@ def described(
             config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path}: no configuration: {error}") from None
-        found += of_model(config, counts("--tokens", tokens), counts("--keys", keys), dtype, backward)
+        rows, seen = counts("--tokens", tokens), counts("--keys", keys)
+        try:
+            found += of_model(config, rows, seen, dtype, backward)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     return found
 
 

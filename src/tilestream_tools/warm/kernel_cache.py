@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import json
+import lzma
 import platform
 import re
 import tarfile
@@ -126,7 +127,7 @@ def unpack(source: Path) -> tuple[int, int]:
     files = _files_of(source)
     try:
         by, here = json.loads(files.pop(_MANIFEST)), made_by()
-        digests: dict[str, str] = by["files"]
+        digests: dict[str, str] = dict(by["files"])
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{source}: no pack of kernels; `tilestream warm --to` makes one") from None
     other = [f"{what} {by.get(what)}, here {here[what]}" for what in here if by.get(what) != here[what]]
@@ -141,9 +142,12 @@ def unpack(source: Path) -> tuple[int, int]:
     damaged = [name for name in digests if hashlib.sha256(files.get(name, b"")).hexdigest() != digests[name]]
     if damaged or len(files) != len(digests):
         raise ValueError(f"{source}: damaged: {', '.join(damaged[:3]) or 'a file too many'}: copy it again")
+    names = {where: next((one for one in members if one.endswith(".json")), "") for where, members in homes.items()}
+    if without := [where for where, name in names.items() if not name]:
+        raise ValueError(f"{source}: damaged: {without[0]} has no kernel's .json: copy it again")
     new = 0
     for where, members in homes.items():
-        name = next(inner for inner in members if inner.endswith(".json"))
+        name = names[where]
         place = folder() / where
         if (place / f"{_INDEX}{name}").exists():
             continue
@@ -163,5 +167,7 @@ def _files_of(source: Path) -> dict[str, bytes]:
         with tarfile.open(source) as tar:
             members = ((one.name, tar.extractfile(one)) for one in tar.getmembers() if one.isfile())
             return {name: file.read() for name, file in members if file is not None}
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system, not of what is in the file
         raise ValueError(f"{source}: neither a folder nor a tar: {error}") from None

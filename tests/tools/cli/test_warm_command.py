@@ -129,7 +129,7 @@ def test_a_gpu_s_properties_are_carried_in_a_file(cli, tmp_path, monkeypatch):
         (("--from", "nowhere.tar"), "nowhere.tar: No such file"),
         (("nowhere",), "nowhere: No such file"),
         (("{folder}",), "config.json: No such file"),
-        (("{text}", "--device", "h100"), "the configuration has no hidden_size"),
+        (("{text}", "--device", "h100"), "text.json: the configuration has no hidden_size"),
         (("{broken}",), "no configuration"),
         (("{config}", "--tokens", "1,x"), "--tokens 1,x: give positive whole numbers"),
         (("{config}", "--keys", "0"), "--keys 0: give positive whole numbers"),

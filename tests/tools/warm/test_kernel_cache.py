@@ -122,6 +122,41 @@ def test_a_tar_that_was_cut_is_refused(cache, tmp_path):
         kernel_cache.unpack(tmp_path / "cut.tgz")
 
 
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_a_tar_whose_compressed_part_is_damaged_is_refused(cache, tmp_path, kind):
+    kernel_cache.pack(tmp_path / "pack", kernel_cache.kernels())
+    path = tmp_path / "pack.tgz"
+    with tarfile.open(path, f"w:{kind}") as tar:
+        tar.add(tmp_path / "pack", ".")
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2 :] = bytes(len(whole) - len(whole) // 2)
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"pack\.tgz: neither a folder nor a tar"):
+        kernel_cache.unpack(path)
+
+
+def test_a_pack_of_a_folder_that_is_no_kernels_is_refused(cache, tmp_path, monkeypatch):
+    pack = tmp_path / "pack"
+    kernel_cache.pack(pack, kernel_cache.kernels())
+    (pack / HOMES[0] / "gemm.json").unlink()
+    manifest = json.loads((pack / "tilestream.json").read_text())
+    del manifest["files"][f"{HOMES[0]}/gemm.json"]
+    (pack / "tilestream.json").write_text(json.dumps(manifest))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "there"))
+    with pytest.raises(ValueError, match=f"damaged: {HOMES[0]} has no kernel's .json: copy it again"):
+        kernel_cache.unpack(pack)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("files", [[1], 3, None])
+def test_a_pack_whose_manifest_has_no_digests_is_refused(cache, tmp_path, files):
+    kernel_cache.pack(tmp_path / "pack", kernel_cache.kernels())
+    manifest = tmp_path / "pack" / "tilestream.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": files}))
+    with pytest.raises(ValueError, match="pack: no pack of kernels"):
+        kernel_cache.unpack(tmp_path / "pack")
+
+
 @pytest.mark.parametrize("metadata", ["[]", '{"target": null}'])
 def test_a_kernel_of_other_metadata_is_left_out(cache, metadata):
     (cache / HOMES[0] / "gemm.json").write_text(metadata)

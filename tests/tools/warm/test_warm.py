@@ -111,6 +111,7 @@ def test_a_configuration_without_widths_is_refused():
     ("config", "says"),
     [
         ([], "the configuration is no JSON object"),
+        ({"text_config": "x"}, "the configuration is no JSON object"),
         (LLAMA | {"hidden_size": -4}, "the configuration's hidden_size is -4, and no positive whole number"),
         (LLAMA | {"hidden_size": True}, "hidden_size is True"),
         (LLAMA | {"num_attention_heads": 0}, "num_attention_heads is 0"),
