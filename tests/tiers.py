@@ -1,7 +1,7 @@
 """Which tests run: a quick share of all cases, or a part of the rest. A plugin of pytest; `conftest` names it.
 
 `times.json` has the seconds of each test function that takes longer than `LONG` in all. Of such a function the quick
-tier keeps as many cases, evenly spaced, as take `SECONDS`, and none where one case alone takes longer. Functions
+tier keeps as many cases, evenly spaced, as take `SECONDS`, one that takes up to `LONG`, and else none. Functions
 without a time are kept whole, and those of `WHOLE`. So `make test` takes minutes, however many cases there are, and no
 case is lost: `make test TIER=1/2` runs a half of the others, and `make test-all` runs everything.
 
@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-#: Seconds of a function's cases in the quick tier; and of all its cases, up to which it has no time and is kept whole.
+#: Seconds of a function's cases in the quick tier; and of its only case there, or of all if it has no time.
 SECONDS, LONG = 1.0, 1.5
 #: Functions of which the quick tier keeps every case: each is a fault of its own, and none tells of another.
 WHOLE = frozenset({"tests/fault_table/test_fault_table.py::test_a_fault_on_the_cpu"})
@@ -44,7 +44,7 @@ def function_of(case: str) -> str:
 
 def kept(cases: Sequence[str], seconds: float) -> set[str]:
     """Those that the quick tier keeps, of a function whose cases take so long on average."""
-    count = min(len(cases), int(SECONDS / seconds) if seconds else len(cases))
+    count = min(len(cases), max(int(SECONDS / seconds), seconds <= LONG) if seconds else len(cases))
     return {cases[place * len(cases) // count] for place in range(count)}
 
 
