@@ -10,8 +10,8 @@ of `tilestream.kernels.portable.experts`, and records them (`tilestream.distribu
 are issued alike, as in `tilestream.distributed.graph_calls`, whose slot, words and failures these are.
 
 Scattered rows are no work for copy engines: a copy a row costs more to issue than to move. So a part of the SMs pushes
-them (`PUSHERS`), and all SMs where nothing else runs: the own rows before the first product, the last source's results
-behind the last. Products are of one source's rows: their bits do not depend on which source was there first.
+them (`PUSHERS`), and all SMs where no product runs: the own rows before the first, the last source's results behind the
+last. Products are of one source's rows: their bits do not depend on which source was there first.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class GraphExperts(GraphQueue):
 
         def push() -> None:
             with torch.cuda.stream(side):
-                experts.push_rows(words, layout, local, x, top_k, chosen, pushers, alone)
+                experts.push_rows(words, layout, local, x, top_k, chosen, pushers, max(alone - pushers, 1))
 
         def multiply(source: int) -> None:
             computed[source] = compute(rows[source], local.ends[source, : layout.experts])

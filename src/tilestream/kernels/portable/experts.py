@@ -2,7 +2,8 @@
 
 ::
 
-    push_rows        for some ranks: mark, head, signal there; then, rank by rank, some blocks at a time
+    push_rows        for each rank: mark, head, signal there; then, some workers to the own rank, the others to the
+                         others in turn, some blocks at a time
                          rows of x -> the rank's memory; landed: count them; an expert's last: signal it there
     take_rows        wait for a source's head and rows; its mark; clear their signals; where its experts' rows end
     multiply_rows    gate * up, of the rows that there are
@@ -116,13 +117,16 @@ def count_rows(starts, done, slots, rank, peer, expert, low, high, E, WORLD: tl.
     return expert
 
 
-@triton.jit(do_not_specialize=("rank", "begin", "turns", "blocks"))
+@triton.jit(do_not_specialize=("rank", "pushers", "blocks", "own_blocks"))
 def push_rows(
-    x, order, starts, done, control, places, slots, rank, begin, turns, blocks,
+    x, order, starts, done, control, places, slots, rank, pushers, blocks, own_blocks,
     E, TOP_K, CAPACITY, WIDTH, HEADS, WORLD: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Push the rows of ``x`` to the ranks of their experts, all workers to one rank after the other.
+    """Push the rows of ``x`` to the ranks of their experts.
+
+    So many ``pushers`` push to the other ranks, one after the other. They hold their SMs from the beginning, and go on
+    beside the products. All other workers push to the own rank: no product can begin before, so no SM is idle.
 
     To wait until stores have landed takes as long as many copies, so a worker counts several blocks at once.
 
@@ -138,19 +142,20 @@ def push_rows(
         See `tilestream.kernels.portable.rank_calls.begin_call`.
     slots
         ``int64[2 * WORLD]``: where each rank's memory begins, then its signals.
-    begin, turns
-        To the ranks from ``rank + begin`` on, before ``rank + turns``.
-    blocks
-        Blocks of `ROWS` that a worker copies before it counts them.
+    blocks, own_blocks
+        Blocks of `ROWS` that a worker copies before it counts them, for other ranks and for the own.
     HEADS
         Bytes in front of the heads.
     """
     worker = tl.program_id(0)
-    workers = tl.num_programs(0)
+    own = worker >= pushers
+    worker = tl.where(own, worker - pushers, worker)
+    workers = tl.where(own, tl.num_programs(0) - pushers, pushers)
+    begin, turns = tl.where(own, 0, 1), tl.where(own, 1, WORLD)
     if acquired(word_at(places, WORLD + rank)) == 0:
         for turn in range(begin + worker, turns, workers):
             tell_peer(starts, control, places, slots, rank, (rank + turn) % WORLD, E, HEADS, WORLD, BLOCK_E)
-        step = ROWS * blocks
+        step = ROWS * tl.where(own, own_blocks, blocks)
         for turn in range(begin, turns):
             peer = (rank + turn) % WORLD
             first = tl.load(starts + peer * E)

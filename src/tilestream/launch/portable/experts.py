@@ -34,26 +34,25 @@ class Local(NamedTuple):
 
 
 def push_rows(
-    words: SlotWords, layout: Layout, local: Local, x: torch.Tensor, top_k: int, chosen: Chosen, workers: int,
+    words: SlotWords, layout: Layout, local: Local, x: torch.Tensor, top_k: int, chosen: Chosen, pushers: int,
     own_workers: int,
 ) -> None:  # fmt: skip
-    """Push the rows of ``x`` ``[T, width]`` to the ranks of their experts, with ``workers``.
-
-    The own rows come first, with ``own_workers``: no product can begin before, so nothing else needs the SMs.
-    """
+    """Push the rows of ``x`` ``[T, width]`` to the ranks of their experts, with ``pushers`` to others than the own."""
     expected = x.shape[0] * top_k // layout.world  # rows for one rank
-    for count, begin, turns in ((own_workers, 0, 1), (workers, 1, layout.world)):
-        blocks = min(max(expected // (count * experts.ROWS * _BLOCKS), 1), _BLOCKS)
-        launch_keyed(
-            experts.push_rows, (count, 1, 1),
-            (x, chosen.order, chosen.starts, local.done, words.control, words.places, local.slots),
-            (words.rank, begin, turns, blocks),
-            (
-                layout.experts, top_k, layout.capacity, layout.width, layout.heads, layout.world,
-                _lanes(layout.experts), experts.ROWS, min(experts.COLUMNS, _power(layout.width)),
-            ),
-            num_warps=experts.WARPS,
-        )  # fmt: skip
+
+    def blocks(workers: int) -> int:
+        return min(max(expected // (workers * experts.ROWS * _BLOCKS), 1), _BLOCKS)
+
+    launch_keyed(
+        experts.push_rows, (pushers + own_workers, 1, 1),
+        (x, chosen.order, chosen.starts, local.done, words.control, words.places, local.slots),
+        (words.rank, pushers, blocks(pushers), blocks(own_workers)),
+        (
+            layout.experts, top_k, layout.capacity, layout.width, layout.heads, layout.world,
+            _lanes(layout.experts), experts.ROWS, min(experts.COLUMNS, _power(layout.width)),
+        ),
+        num_warps=experts.WARPS,
+    )  # fmt: skip
 
 
 def take_rows(words: SlotWords, layout: Layout, local: Local, source: int, seconds: float) -> None:

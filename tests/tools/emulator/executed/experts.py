@@ -242,7 +242,7 @@ class _Call:
         """Returns what peers have seen signalled, and read."""
         seen: set[tuple[int, int]] = set()
         look = self.watch(seen)
-        given = self.words, self.layout, self.local, self.x, _TOP_K, self.chosen, _WORKERS, _WORKERS
+        given = self.words, self.layout, self.local, self.x, _TOP_K, self.chosen, 1, _WORKERS - 1
         self.run(experts.push_rows, *given, host=look)
         look(None)
         assert not self.local.done.numpy().any(), "counts are not restored"
