@@ -26,12 +26,12 @@ _LANES = {
 }
 #: The same of a mixture of experts.
 _MIXTURE = {
-    "sort, add": ("sort; weighted sums", palette.NEUTRAL, "other kernels"),
-    "push rows": ("rows to all ranks", palette.BRING, "dispatch (a kernel's copies)"),
-    "wait": ("waits for a peer", palette.FAINT, "waiting kernel (one warp)"),
-    "own rows": ("experts, own rows", palette.OURS, "grouped matmul"),
-    "rows of others": ("experts, peers' rows", palette.OURS, "grouped matmul"),
-    "push results": ("results to their ranks", palette.REDUCE, "combine (a kernel's copies)"),
+    "sort, add": ("sort, add", palette.NEUTRAL, "other kernels"),
+    "push rows": ("push rows", palette.BRING, "dispatch"),
+    "wait": ("wait for peers", palette.FAINT, "wait (one warp)"),
+    "own rows": ("own rows", palette.OURS, "grouped matmul"),
+    "rows of others": ("peers' rows", palette.OURS, "grouped matmul"),
+    "push results": ("push results", palette.REDUCE, "combine"),
 }
 #: Records of what whole GPUs did.
 BLOCKS = ("mlp_timeline_x*.json", "moe_timeline_x*.json")
