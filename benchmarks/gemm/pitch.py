@@ -42,7 +42,7 @@ def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
             yield f"{' and '.join(operands.upper())} first", best(("dynamic", "stream_k"), FREE, operands)
     if problem.no_tma:
         for vector in sorted({1, problem.vector}):
-            one = dataclasses.replace(problem, vector=vector)
+            one = dataclasses.replace(problem, vectors=(vector, vector))
             yield f"vectors of {vector}", plan_problem(one, device=properties, backend="portable", consult=False)
         return
     for variant, tile in TILES:

@@ -239,7 +239,7 @@ def portable_sum(
     config = SimpleNamespace(
         A_KIND="", B_KIND="", BLOCK_M=16, BLOCK_N=16, BLOCK_K=block_k, OFFSETS_64BIT=False, EVEN_K=k % block_k == 0,
         PRECISION="ieee", IMPRECISE=128 if promoted else None, PROMOTED=False, TWO_HALVES=False, SCALES="none",
-        VECTOR=1, K_MAJOR=(True, False), ALONG="k" if span is not None and span.begin else "rows",
+        VECTORS=(1, 1), CLUSTER=1, K_MAJOR=(True, False), ALONG="k" if span is not None and span.begin else "rows",
     )  # fmt: skip
     a, b = Matrix(0, 0, 0, 1), Matrix(0, 0, 1, 0)
     of_group = () if span is None else (Span(*map(Integer, span)),)

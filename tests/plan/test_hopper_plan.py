@@ -32,7 +32,7 @@ def test_what_no_extent_decides_is_made_once():
     for m, n, k, rows, batch in (
         (4096, 4096, 4096, (128, 128), 1), (31, 8192, 520, (16, 16), 1), (700, 96, 4096, (128, 32), 1),
     ):  # fmt: skip
-        problem = Problem(m, n, k, batch, **BF16, row_multiples=rows, vector=4)
+        problem = Problem(m, n, k, batch, **BF16, row_multiples=rows, vectors=(4, 4))
         assert list(hopper.candidates(problem, H100, 132, kinds=KINDS))
     assert hopper._known_ways.cache_info().misses == 1
     for other in ({"plain": False}, {"out_dtype": "float32"}, {"batch": 3}, {"dtype": "float8_e4m3fn"}):

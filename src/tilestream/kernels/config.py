@@ -135,11 +135,14 @@ class PortableConfig(GemmConfig):
     #: without a conversion.
     A_KIND: str
     B_KIND: str
-    #: Elements of a vector that A and B are copied in, where the compiler does not see so much itself; else 1. And by
-    #: operand whether its stride of K is 1: the other stride, the batch's and the extent along it are multiples of so
-    #: many.
-    VECTOR: int = 1
+    #: By operand the elements of a vector that it is copied in, where the compiler does not see so much itself; else 1.
+    #: And whether its stride of K is 1: the other stride, the batch's and the extent along it are multiples of so many.
+    VECTORS: tuple[int, int] = (1, 1)
     K_MAJOR: tuple[bool, bool] = (True, True)
+    #: CLUSTER, FETCHED: CTAs that share a tile's K, and floats of a thread's fetch of their sums: see
+    #: `tilestream.kernels.portable.cluster`.
+    CLUSTER: int = 1
+    FETCHED: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.device.schedule import RECORD
 from tilestream.launch import compiling
 from tilestream.launch.gate import NO_GATE, GateArguments, bounds_of, chunk_table, queue_table
-from tilestream.launch.launcher import watched
-from tilestream.launch.native import issued
+from tilestream.launch.launcher import Launcher, watched
+from tilestream.launch.native import issued, launcher_of, varying_of
 from tilestream.launch.observe import observation
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
@@ -221,11 +221,19 @@ class Kernel:
 
     Later launches call the compiled kernel's own launcher directly, which takes a third of the time. They pass
     addresses: for a tensor the launcher would ask the driver.
+
+    ``cluster``, ``room``: see `tilestream.launch.launcher.Launcher`, which launches kernels that have them.
     """
 
-    def __init__(self, function: Any, grid: tuple[int, int, int], options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, function: Any, grid: tuple[int, int, int], options: dict[str, Any] | None = None, cluster: int = 1,
+        room: int = 0,
+    ) -> None:  # fmt: skip
         self._function, self._grid, self._options = function, grid, options or {}
+        self._cluster, self._room = cluster, room
         self._compiled: Any = None
+        #: Of a cluster: its launcher, and which arguments a launch gives.
+        self._launcher: tuple[Launcher, list[bool]] | None = None
 
     def take(self, values: Iterable[Any]) -> Iterable[Any]:
         """Arguments of the next launch: tensors for the first launch, later their addresses."""
@@ -240,6 +248,13 @@ class Kernel:
             self._function[self._grid](*filled, **self._options)
         elif compiling.is_ahead():
             return
+        elif self._cluster > 1:
+            filled = [address(value) for value in filled]
+            launcher, varies = self._launcher = self._launcher or launcher_of(
+                compiled, self._grid, filled, self._cluster, self._room
+            )
+            launcher(stream, *varying_of(varies, filled))
+            return  # the launcher tells observers itself
         elif watched():
             compiled[self._grid](*filled, stream=stream)
         else:

@@ -47,6 +47,8 @@ _HIP_CONFIG = struct.Struct("=7I4xQ")
 _ATTRIBUTE = struct.Struct("=I4x3I52x")  # the number of the attribute, then its value
 _COOPERATIVE, _CLUSTER_DIMENSION, _CLUSTER_POLICY, _PROGRAMMATIC = 2, 4, 5, 6
 _SPREAD = 1
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_MOST_DYNAMIC_SHARED = 8
 #: A larger cluster needs an attribute of the function.
 _LARGEST_CLUSTER = 8
 
@@ -133,6 +135,8 @@ class Launcher:
         compiled in.
     cluster
         CTAs of a cluster, for a kernel that was compiled for one CTA. Programs that follow each other in x form one.
+    room
+        Bytes of dynamic shared memory behind what Triton gives the kernel.
 
     Raises
     ------
@@ -145,7 +149,7 @@ class Launcher:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], cluster: int = 1
+        self, kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], cluster: int = 1, room: int = 0
     ) -> None:  # fmt: skip
         if min(grid) < 1:
             raise ValueError(f"a grid has extents of 1 and more, not {grid}")
@@ -172,8 +176,10 @@ class Launcher:
         self._template = bytearray(-(-end // 8) * 8)
         _CONFIG_HEAD.pack_into(
             self._template, 0, grid[0] * kernel.metadata.num_ctas, *grid[1:],
-            kernel.metadata.warp_size * kernel.metadata.num_warps, 1, 1, kernel.metadata.shared,
+            kernel.metadata.warp_size * kernel.metadata.num_warps, 1, 1, kernel.metadata.shared + room,
         )  # fmt: skip
+        if room:
+            _allow_shared(self._function, kernel.metadata.shared + room)
         for parameter, offset in zip(fixed, fixed_offsets, strict=True):
             self._template[offset : offset + parameter.size] = parameter.packed()
 
@@ -279,6 +285,13 @@ class NoLauncher(Launcher):
 
     def __call__(self, stream: int, *varying: Any) -> None:
         """Nothing."""
+
+
+def _allow_shared(function: ctypes.c_void_p, size: int) -> None:
+    """Let launches of a kernel have so many bytes of dynamic shared memory. Triton allows what it gives it itself."""
+    allow = cuda_function("cuFuncSetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    if code := allow(function, _MOST_DYNAMIC_SHARED, size):
+        raise RuntimeError(f"the driver does not give a kernel {size} bytes of shared memory: {error_name(code)}")
 
 
 def _is_hip(kernel: Any) -> bool:

@@ -80,18 +80,30 @@ def issued(compiled: Any, grid: tuple[int, int, int], filled: Sequence[Any]) -> 
     filled
         All arguments of the kernel, with addresses in place of tensors.
     """
+    try:
+        launcher, varies = launcher_of(compiled, grid, filled)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        logger.debug("%s", error)
+        return None
+    return launcher, varying_of(varies, filled)
+
+
+def launcher_of(
+    compiled: Any, grid: tuple[int, int, int], filled: Sequence[Any], cluster: int = 1, room: int = 0
+) -> tuple[Launcher, list[bool]]:
+    """The `Launcher` of a Triton kernel, and which of its arguments a launch gives; see `issued` and `Launcher`."""
     names = list(compiled.src.signature)
     varies = [
         value is not None and (name in _VARYING or str(compiled.src.signature[name]).startswith("*"))
         for name, value in zip(names, filled, strict=True)
     ]
     arguments = [VARIES if varying else value for varying, value in zip(varies, filled, strict=True)]
-    try:
-        launcher = Launcher(compiled, grid, arguments)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        logger.debug("%s", error)
-        return None
-    return launcher, tuple(value for varying, value in zip(varies, filled, strict=True) if varying)
+    return Launcher(compiled, grid, arguments, cluster, room), varies
+
+
+def varying_of(varies: Sequence[bool], filled: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments that a launch gives."""
+    return tuple(value for varying, value in zip(varies, filled, strict=True) if varying)
 
 
 def recipe_of(seen: Observation, call: Call) -> list[int]:

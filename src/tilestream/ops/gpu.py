@@ -172,7 +172,7 @@ def _make(
             problem_of(x, rows, columns, publishes),
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
             aligned=not unaligned,
-            vector=vector_of(a.element_size(), lambda width: all(is_aligned(*one, width) for one in lie)),
+            vectors=(_vector_of(a, lie[0]), _vector_of(b, lie[1])),
             no_tma=no_tma[0] or no_tma[1], not_by_tma=not_by_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
             row_multiples=(_row_multiple(a, layout.a), _row_multiple(b, layout.b)),
@@ -220,6 +220,13 @@ def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> tuple[str, str]
         tma.refuse("a", a.shape[-2:], a_strides, ab, size, a.data_ptr(), 1 if along_k else None),
         tma.refuse("b", b.shape[-2:], b_strides, bb, size, b.data_ptr(), 0 if along_k else None),
     )
+
+
+def _vector_of(x: torch.Tensor, lies: tuple[tuple[int, int], tuple[int, int], int, int]) -> int:
+    """The operand's of `Problem.vectors`; ``lies``: what `is_aligned` is told of it."""
+    from tilestream.launch.gemm_arguments import is_aligned
+
+    return vector_of(x.element_size(), lambda width: is_aligned(*lies, width))
 
 
 def _row_multiple(x: torch.Tensor, strides: tuple[int, int, int]) -> int:

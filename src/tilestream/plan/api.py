@@ -170,7 +170,7 @@ def plan(
         None if weight_arrival is None else weight_arrival.incoming(n),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=on_cpu or all(row % 16 == 0 for row in rows),
-        vector=1 if on_cpu else vector_of(size, lambda width: all(row % width == 0 for row in rows)),
+        vectors=(1, 1) if on_cpu else (_vector_of(size, rows[0]), _vector_of(size, rows[1])),
         no_tma=no_tma[0] or no_tma[1], not_by_tma=tma.which(*no_tma),
         plain=on_cpu or (scales == "none" and by_tma), b_dtype=other if other != name else "", scales=scales,
         fast_accum=use_fast_accum or name not in FP8,
@@ -272,6 +272,11 @@ def default_workers(device: DeviceProperties) -> int | None:
     """The device's own number of workers, where it differs from its properties': torch's threads, on the CPU."""
     torch = sys.modules.get("torch")  # not imported only to count its threads
     return torch.get_num_threads() if torch is not None and device.backend == "cpu" else None
+
+
+def _vector_of(size: int, row: int) -> int:
+    """`vector_of` for rows of so many elements of ``size`` bytes."""
+    return vector_of(size, lambda width: row % width == 0)
 
 
 def _uses_tf32(device: object, properties: DeviceProperties) -> bool:

@@ -52,9 +52,9 @@ class Problem:
     #: Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1; the other strides, the extent along the
     #: stride of 1 and the address are multiples of 16.
     aligned: bool = True
-    #: Elements of a vector of 4, 8 or 16 bytes, by which a GPU reads 16-bit operands that are not ``aligned``: see
-    #: `vector_of`. 1: none.
-    vector: int = 1
+    #: Elements of a vector of 4, 8 or 16 bytes, by which a GPU reads A and B of 16 bits that are not both ``aligned``:
+    #: see `vector_of`. 1: none.
+    vectors: tuple[int, int] = (1, 1)
     no_tma: str = ""  # why TMA cannot address A or B; empty if it can
     not_by_tma: str = ""  # which of them: ``"a"``, ``"b"`` or ``"ab"``
     #: Whether the output is the plain product and TMA can address it. This epilogue takes the fewest registers.
@@ -93,6 +93,11 @@ class Problem:
     def dtypes(self) -> tuple[str, str]:
         """The dtypes of A and B."""
         return self.dtype, self.b_dtype or self.dtype
+
+    @property
+    def vector(self) -> int:
+        """Elements of a vector by which both operands can be read: see `vectors`."""
+        return min(self.vectors)
 
     @property
     def arriving(self) -> int:
@@ -260,7 +265,7 @@ class GroupedProblem(Problem):
 
 
 def vector_of(itemsize: int, multiples: Callable[[int], bool]) -> int:
-    """`Problem.vector`: the widest of `VECTORS` of which ``multiples`` says that strides are multiples; else 1."""
+    """One of `Problem.vectors`: the widest of `VECTORS` of which ``multiples`` says that strides are; else 1."""
     return next((width for width in VECTORS if itemsize == 2 and multiples(width)), 1)
 
 

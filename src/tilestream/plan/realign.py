@@ -73,8 +73,8 @@ def realigned(problem: Problem, operands: str) -> Problem:
     )  # fmt: skip
     left = "".join(name for name in problem.not_by_tma if name not in operands)
     return replace(
-        problem, no_tma=problem.no_tma if left else "", not_by_tma=left, aligned=problem.aligned or not left, vector=1,
-        row_multiples=(of_a, of_b),
+        problem, no_tma=problem.no_tma if left else "", not_by_tma=left, aligned=problem.aligned or not left,
+        vectors=(1, 1), row_multiples=(of_a, of_b),
     )  # fmt: skip
 
 

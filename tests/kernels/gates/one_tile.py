@@ -40,7 +40,7 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
         for vector, tile, how in itertools.product(widths, TILES[1 if "8" in dtype else 2], ("worst", "plain")):
             extent = _SIZE + vector
             problem = Problem(
-                extent, extent, extent, 1, dtype, "bfloat16", aligned=not vector, vector=vector or 1,
+                extent, extent, extent, 1, dtype, "bfloat16", aligned=not vector, vectors=(vector or 1,) * 2,
                 scales="tensor" if "8" in dtype else "none",
             )  # fmt: skip
             if Way(problem, DEVICES[_ARCH], tile).held > MOST_HELD:

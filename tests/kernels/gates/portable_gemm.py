@@ -98,7 +98,7 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
         extent = _SIZE if aligned else _SIZE + vector
         problem = Problem(
             extent, extent, extent, 1, dtype, result_name(dtype, None), tf32=rounded, aligned=aligned, b_dtype=other,
-            scales="tensor" if dtype in FP8 else "none", fast_accum=fast, vector=vector,
+            scales="tensor" if dtype in FP8 else "none", fast_accum=fast, vectors=(vector, vector),
         )  # fmt: skip
         of_vectors = f" in vectors of {vector}" * (vector > 1)
         waiting = tiles(replace(problem, rows=Incoming(Chunks.uniform(extent, 512))), device)

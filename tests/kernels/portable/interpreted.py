@@ -45,7 +45,7 @@ def plan_for(a: torch.Tensor, b: torch.Tensor, kind: str = "dynamic", workers: i
     problem = Problem(
         a.shape[-2], b.shape[-1], a.shape[-1], batch, dtype_name(a.dtype), how.pop("out", dtype_name(a.dtype)),
         b_dtype=dtype_name(b.dtype), scales=how.pop("scales", "none"), fast_accum=how.pop("fast_accum", True),
-        aligned=vector == 1, vector=vector,
+        aligned=vector == 1, vectors=(vector, vector),
     )  # fmt: skip
     return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable", **how)
 

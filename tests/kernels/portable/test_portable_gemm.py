@@ -51,7 +51,7 @@ def test_operands_in_vectors_of_a_few_elements(vector, layout):
         plan = plan_for(a, b, vector=vector)
         lie = Layout(strides(a), strides(b), (0, n, 1))
         config = Arguments(plan, lie).config
-        assert (found, (layout[0] == "n", layout[1] == "t")) == (config.VECTOR, config.K_MAJOR)
+        assert ((found, found), (layout[0] == "n", layout[1] == "t")) == (config.VECTORS, config.K_MAJOR)
         check_product(plan, a, b)
 
 

@@ -45,7 +45,7 @@ def store_tile(acc, e, batch, row, column, WIDTH: tl.constexpr, C: tl.constexpr)
     Parameters
     ----------
     acc
-        float32 ``[BLOCK_M, WIDTH]``.
+        float32 ``[BLOCK_M, WIDTH]``, or fewer rows.
     e
         `tilestream.core.structs.Epilogue`.
     batch, row, column
@@ -56,7 +56,7 @@ def store_tile(acc, e, batch, row, column, WIDTH: tl.constexpr, C: tl.constexpr)
         store_tile(low, e, batch, row, column, WIDTH // 2, C)
         store_tile(high, e, batch, row, column + WIDTH // 2, WIDTH // 2, C)
     else:
-        region = region_of(e, batch, row, column, WIDTH, C)
+        region = region_of(e, batch, row, column, acc.shape[0], WIDTH, C)
         x = finished(acc, e, region, C, load_rows, load_columns, load_tile)
         tl.store(addresses(e.out, region), x.to(e.out.at.dtype.element_ty), mask=region.inside)
 
@@ -70,7 +70,7 @@ def store_halves(gate, up, e, batch, row, column, WIDTH: tl.constexpr, C: tl.con
         store_halves(low_gate, low_up, e, batch, row, column, WIDTH // 2, C)
         store_halves(high_gate, high_up, e, batch, row, column + WIDTH // 2, WIDTH // 2, C)
     else:
-        region = region_of(e, batch, row, column, WIDTH, C)
+        region = region_of(e, batch, row, column, C.BLOCK_M, WIDTH, C)
         x = swiglu(gate, up, e, region, C, load_rows, load_columns, load_tile)
         tl.store(addresses(e.out, region), x.to(e.out.at.dtype.element_ty), mask=region.inside)
 
@@ -82,9 +82,9 @@ def halves(acc, WIDTH: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def region_of(e, batch, row, column, WIDTH: tl.constexpr, C: tl.constexpr):
-    """The `Region` of ``WIDTH`` columns of a tile."""
-    i = row + tl.arange(0, C.BLOCK_M)
+def region_of(e, batch, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
+    """The `Region` of ``HEIGHT`` rows and ``WIDTH`` columns of a tile."""
+    i = row + tl.arange(0, HEIGHT)
     j = column + tl.arange(0, WIDTH)
     inside = (i < e.rows)[:, None] & (j < e.columns)[None, :]
     if C.OFFSETS_64BIT:

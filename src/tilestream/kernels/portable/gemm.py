@@ -65,6 +65,29 @@ def in_vectors(x, ALONG_ROWS: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def as_they_lie(a, b, m, n, k, C: tl.constexpr):
+    """``(a, b, m, n, k of a, k of b)``: operands and extents, written as multiples of the operands' vectors."""
+    A_VECTOR: tl.constexpr = C.VECTORS[0]
+    B_VECTOR: tl.constexpr = C.VECTORS[1]
+    A_ALONG_K: tl.constexpr = C.K_MAJOR[0]
+    B_ALONG_K: tl.constexpr = C.K_MAJOR[1]
+    k_of_a, k_of_b = k, k
+    if A_VECTOR > 1:
+        a = in_vectors(a, not A_ALONG_K, A_VECTOR)
+        if A_ALONG_K:
+            k_of_a = k // A_VECTOR * A_VECTOR
+        else:
+            m = m // A_VECTOR * A_VECTOR
+    if B_VECTOR > 1:
+        b = in_vectors(b, B_ALONG_K, B_VECTOR)
+        if B_ALONG_K:
+            k_of_b = k // B_VECTOR * B_VECTOR
+        else:
+            n = n // B_VECTOR * B_VECTOR
+    return a, b, m, n, k_of_a, k_of_b
+
+
+@triton.jit
 def product(a, b, item, m, n, k, scales, C: tl.constexpr):
     """The item's K steps of its tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
@@ -74,17 +97,7 @@ def product(a, b, item, m, n, k, scales, C: tl.constexpr):
     """
     A_KIND: tl.constexpr = C.A_KIND
     B_KIND: tl.constexpr = C.B_KIND
-    VECTOR: tl.constexpr = C.VECTOR
-    A_ALONG_K: tl.constexpr = C.K_MAJOR[0]
-    B_ALONG_K: tl.constexpr = C.K_MAJOR[1]
-    if C.VECTOR > 1:
-        a, b = in_vectors(a, not A_ALONG_K, VECTOR), in_vectors(b, B_ALONG_K, VECTOR)
-        if not A_ALONG_K:
-            m = m // VECTOR * VECTOR
-        if not B_ALONG_K:
-            n = n // VECTOR * VECTOR
-        if A_ALONG_K or B_ALONG_K:
-            k = k // VECTOR * VECTOR
+    a, b, m, n, k_of_a, k_of_b = as_they_lie(a, b, m, n, k, C)
     rows = (item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) % m
     cols = columns_of(item, n, C)
     step = tl.arange(0, C.BLOCK_K)
@@ -107,9 +120,9 @@ def product(a, b, item, m, n, k, scales, C: tl.constexpr):
             x = tl.load(at_a)
             y = tl.load(at_b)
         else:
-            rest = k - i * C.BLOCK_K
-            x = tl.load(at_a, mask=step[None, :] < rest, other=0.0)
-            y = tl.load(at_b, mask=step[:, None] < rest, other=0.0)
+            passed = i * C.BLOCK_K
+            x = tl.load(at_a, mask=step[None, :] < k_of_a - passed, other=0.0)
+            y = tl.load(at_b, mask=step[:, None] < k_of_b - passed, other=0.0)
         if C.PRECISION == "tf32":
             x = to_tf32(x)
             y = to_tf32(y)

@@ -19,8 +19,9 @@ import triton.language as tl
 from tilestream.core.structs import Epilogue, Item, Matrix, Vector
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import count_in, part_begin, part_of, part_size, row_major, share_part, slot_of
+from tilestream.kernels.portable import cluster
 from tilestream.kernels.portable.epilogue import store_partial, store_tile
-from tilestream.kernels.portable.gemm import in_vectors
+from tilestream.kernels.portable.gemm import as_they_lie
 
 
 @triton.jit
@@ -30,17 +31,7 @@ def tile_product(a, b, item, m, n, k, C: tl.constexpr):
     ``a`` and ``b`` are `Matrix`: ``[m, k]`` and ``[k, n]`` a batch. Rows and columns past the end are masked: to wrap
     them around takes a division, which the first load would wait for.
     """
-    VECTOR: tl.constexpr = C.VECTOR
-    A_ALONG_K: tl.constexpr = C.K_MAJOR[0]
-    B_ALONG_K: tl.constexpr = C.K_MAJOR[1]
-    if C.VECTOR > 1:
-        a, b = in_vectors(a, not A_ALONG_K, VECTOR), in_vectors(b, B_ALONG_K, VECTOR)
-        if not A_ALONG_K:
-            m = m // VECTOR * VECTOR
-        if not B_ALONG_K:
-            n = n // VECTOR * VECTOR
-        if A_ALONG_K or B_ALONG_K:
-            k = k // VECTOR * VECTOR
+    a, b, m, n, k_of_a, k_of_b = as_they_lie(a, b, m, n, k, C)
     rows = item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     cols = item.pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     step = tl.arange(0, C.BLOCK_K)
@@ -59,9 +50,9 @@ def tile_product(a, b, item, m, n, k, C: tl.constexpr):
             x = tl.load(at_a, mask=has_row, other=0.0)
             y = tl.load(at_b, mask=has_column, other=0.0)
         else:
-            rest = k - i * C.BLOCK_K
-            x = tl.load(at_a, mask=has_row & (step[None, :] < rest), other=0.0)
-            y = tl.load(at_b, mask=has_column & (step[:, None] < rest), other=0.0)
+            passed = i * C.BLOCK_K
+            x = tl.load(at_a, mask=has_row & (step[None, :] < k_of_a - passed), other=0.0)
+            y = tl.load(at_b, mask=has_column & (step[:, None] < k_of_b - passed), other=0.0)
         acc = tl.dot(x, y, acc, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
         if C.OFFSETS_64BIT:  # a K step may be as wide, too
             at_a += tl.cast(a.column, tl.int64) * C.BLOCK_K
@@ -143,7 +134,18 @@ def one_tile(
         Vector(column_scale, stride_tb, stride_tc),
         alpha, beta, m, n, None, None,
     )  # fmt: skip
-    if C.KIND == "stream_k":
+    if C.CLUSTER > 1:
+        cluster.announce()
+        tile, part = tl.program_id(0) // C.CLUSTER, tl.program_id(0) % C.CLUSTER
+        steps = k_steps // C.CLUSTER
+        batch = tile // (num_m * num_n)
+        pm, pn = row_major(tile % (num_m * num_n), num_m, num_n)
+        begin = part * steps
+        acc = tile_product(x, y, Item(batch, pm, pn, begin, begin + steps, part, C.CLUSTER, 0, 0), m, n, k, C)
+        acc = cluster.summed(acc, part, C)
+        row = pm * C.BLOCK_M + part * (C.BLOCK_M // C.CLUSTER)
+        store_tile(acc, epilogue, batch, row, pn * C.BLOCK_N, C.BLOCK_N, C)
+    elif C.KIND == "stream_k":
         share = tl.program_id(0)
         unit = part_begin(units, shares, share)
         unit_end = unit + part_size(units, shares, share)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from tilestream.kernels.config import PortableConfig
+from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.kernels.portable.one_tile import one_tile
 from tilestream.launch.gemm_arguments import GemmArguments, Layout, is_aligned
 from tilestream.launch.portable.options import options
 from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.plan import Plan
+from tilestream.plan.policy.one_tile import cluster_of
 from tilestream.plan.policy.portable import adds_by_itself, converts, in_vectors, strip, sums_lose_bits
 
 _INT31 = 2**31
 #: The largest extent of K before an accumulator of 8-bit products is added to the float32 sum.
 _PRECISE_K = 128
+#: Floats of 16 bytes.
+_FETCHED = 4
 
 
 class Arguments(GemmArguments):
@@ -49,7 +53,6 @@ class Arguments(GemmArguments):
             plan,
             self.layout,
             **logs,
-            STRIP=strip(arch, plan.block[1], self._is_store(), problem.dtype),
             OFFSETS_64BIT=self._wide(),
             EVEN_K=problem.k > 0 and problem.k == plan.schedule.grid.k_steps * block_k,
             PRECISION="tf32" if problem.kind == "tf32" else "ieee",
@@ -57,9 +60,15 @@ class Arguments(GemmArguments):
             PROMOTED=empties and adds_by_itself(arch),
             A_KIND=kinds[0],
             B_KIND=kinds[1],
-            VECTOR=self._vector(),
             K_MAJOR=(self.layout.a[2] == 1, self.layout.b[1] == 1),
+            **self._own(),
         )
+
+    def _own(self) -> dict[str, Any]:
+        """The fields in which kernels differ."""
+        plan = self.plan
+        columns = strip(plan.device.arch, plan.block[1], self._is_store(), plan.problem.dtype)
+        return {"STRIP": columns, "VECTORS": self._vectors()}
 
     def _is_store(self) -> bool:
         """Whether a tile's end is a store, of what is at most scaled as a whole: it has no parts, and no epilogue."""
@@ -67,14 +76,21 @@ class Arguments(GemmArguments):
         epilogue = x.bias is not None or x.residual is not None or x.scaled or x.activation != "none"
         return not epilogue and problem.scales in ("none", "tensor") and self.plan.schedule.kind != "stream_k"
 
-    def _vector(self) -> int:
-        """The plan's, if these operands lie so. What their addresses are multiples of the compiler sees itself."""
-        if not in_vectors(self.plan.problem, self.plan.device):
-            return 1
+    def _vectors(self) -> tuple[int, int]:
+        """The plan's, which both operands have, if they lie so. See `_lie_so`."""
+        problem = self.plan.problem
+        if not in_vectors(problem, self.plan.device):
+            return 1, 1
+        vector = problem.vector if all(self._lie_so((problem.vector, problem.vector))) else 1
+        return vector, vector
+
+    def _lie_so(self, vectors: tuple[int, int]) -> list[bool]:
+        """Whether A, and B, lie in vectors. What addresses are multiples of the compiler sees itself."""
         problem, (a, b) = self.plan.problem, self.layout[:2]
         shapes = (((problem.m, problem.k), a), ((problem.k, problem.n), b))
-        fits = all(is_aligned(extents, s[1:], s[0], 0, problem.vector) for extents, s in shapes)
-        return problem.vector if fits else 1
+        return [
+            is_aligned(extents, s[1:], s[0], 0, vector) for (extents, s), vector in zip(shapes, vectors, strict=True)
+        ]
 
     def _wide(self) -> bool:
         """Whether an offset inside one batch exceeds 31 bits. Offsets past the end are masked and may do so."""
@@ -93,6 +109,24 @@ class OneTileArguments(Arguments):
     """Those of `tilestream.kernels.portable.one_tile.one_tile`."""
 
     kernel: Any = one_tile
+
+    def _own(self) -> dict[str, Any]:
+        """See `Arguments`. The CTAs of a cluster have few rows each: all of their columns are a strip."""
+        plan, size = self.plan, 1 if INTERPRETED else cluster_of(self.plan.schedule)
+        if size == 1:
+            return super()._own()
+        rows, columns, _ = plan.block
+        held = rows // size * columns // (32 * plan.warps)
+        own = {"STRIP": columns, "CLUSTER": size, "FETCHED": _FETCHED if held % _FETCHED == 0 and held else 1}
+        return super()._own() | own
+
+    def _vectors(self) -> tuple[int, int]:
+        """Each operand's own: this kernel's tiles were compiled with either."""
+        vectors = self.plan.problem.vectors
+        if self.plan.problem.aligned:
+            return 1, 1
+        a, b = (vector if fits else 1 for vector, fits in zip(vectors, self._lie_so(vectors), strict=True))
+        return a, b
 
     def _check_steps(self) -> None:
         """Do nothing: this kernel counts a wide step in 64 bits."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
+from tilestream.core.exchange import room
 from tilestream.core.operands import GemmOperands
 from tilestream.launch import launch
 from tilestream.launch.gate import NO_GATE, GateArguments
@@ -39,6 +40,10 @@ class GemmLaunch(launch.GemmLaunch):
         """The kernel that writes a log of the same plan."""
         return self.kernel
 
+    def _made(self) -> Kernel:
+        """The kernel with its grid."""
+        return Kernel(self.kernel, self._grid, self._arguments.options)
+
     def issue(
         self, stream: int, x: GemmOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
@@ -52,7 +57,7 @@ class GemmLaunch(launch.GemmLaunch):
             capacity = 0 if isinstance(probe, SpanLog) else probe.capacity
             kernel = Kernel(self.logging, (self.plan.workers, 1, 1), arguments.options)
         else:
-            kernel = self._kernel = self._kernel or Kernel(self.kernel, self._grid, arguments.options)
+            kernel = self._kernel = self._kernel or self._made()
         operands = kernel.take((
             a, b, out, epilogue.bias, epilogue.residual, epilogue.scale_a, epilogue.scale_b, words.partials,
             words.counts, words.counters, self.table.on(a.device), None if probe is None else probe.words, words.base,
@@ -81,6 +86,13 @@ class OneTileLaunch(GemmLaunch):
             )
         shares = (schedule.num_shares, 1, 1)
         self._grid = (grid.num_n, grid.num_m, grid.batch) if schedule.kind == "static" else shares
+
+    def _made(self) -> Kernel:
+        """See `GemmLaunch`."""
+        size, block = self._arguments.config.CLUSTER, self.plan.block
+        if size == 1:
+            return super()._made()
+        return Kernel(self.kernel, self._grid, self._arguments.options, size, room(*block[:2]))
 
     @property
     def logging(self) -> Any:

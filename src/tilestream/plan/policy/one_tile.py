@@ -19,6 +19,7 @@ from dataclasses import MISSING, fields
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
+from tilestream.core.exchange import CLUSTERS, room
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
@@ -64,6 +65,8 @@ STORE = 13.4e-9  # of a program, for each element that a thread stores
 FIX = 3.306e-6  # of a tile in parts
 PART = 10.01e-9  # of a tile in parts, for each element that a thread reads
 PARTIALS = 0.45e-12  # of all partial results, for a byte
+MEET = 1.0e-6  # of a tile in parts whose CTAs are a cluster
+SENT = 10e-9  # of such a tile, for each element that a thread sends
 OVERLAP = 2.92
 #: Share of the nominal bandwidth that memory gives.
 MEMORY = 0.92
@@ -167,6 +170,17 @@ def candidates(
                 yield Deferred(way.alike, kind, way.seconds(steps, parts), way.tiles, programs, "", make)
 
 
+def cluster_of(schedule: Schedule) -> int:
+    """CTAs of a cluster that add up a tile's parts in their shared memory; 1: parts go through global memory.
+
+    All tiles have as many parts, of as many K steps.
+    """
+    shares, tiles = schedule.num_shares, schedule.grid.tiles
+    parts = shares // max(1, tiles)
+    alike = schedule.kind == "stream_k" and not schedule.full_tiles and parts * tiles == shares
+    return parts if alike and parts in CLUSTERS and schedule.grid.k_steps % parts == 0 else 1
+
+
 class Rates(NamedTuple):
     """What bounds all tiles of a problem: ``peak``, operations a second of an SM; ``memory``, seconds of its bytes."""
 
@@ -197,12 +211,13 @@ class Way:
         itemsize, threads = ITEMSIZE[problem.dtype], 32 * tile.warps
         self.num_m, self.num_n = cdiv(problem.m, tile.block_m), cdiv(problem.n, tile.block_n)
         self.tiles, self.steps = problem.batch * self.num_m * self.num_n, cdiv(problem.k, tile.block_k)
-        self._vector = _VECTOR // itemsize if problem.aligned else problem.vector
+        self._vectors = (_VECTOR // itemsize,) * 2 if problem.aligned else problem.vectors
         self._threads, self._elements = threads, tile.block_m * tile.block_n
         self._bytes = (tile.block_m + tile.block_n) * itemsize  # of an element of K
-        self.copies = (tile.block_m + tile.block_n) * tile.block_k / self._vector / threads
+        vectors = tile.block_m / self._vectors[0] + tile.block_n / self._vectors[1]
+        self.copies = vectors * tile.block_k / threads
         self.held = self.copies * (tile.stages - 1) + self._elements / threads
-        self.whole = self._vector * itemsize == _VECTOR
+        self.whole = min(self._vectors) * itemsize == _VECTOR
         # Seconds of a K step's multiplications at the nominal rate: of tiles of 64 rows they are about its copies'.
         rates = rates or rates_of(problem, device)
         self._multiplying, self._memory = 2 * self._elements * tile.block_k / rates.peak, rates.memory
@@ -226,13 +241,19 @@ class Way:
         """The predicted time: see the module."""
         tile, problem, device = self.tile, self.problem, self.device
         programs, each = parts * self.tiles, self._elements / self._threads
-        at_once = max(1, min(_SHARED // (self._bytes * tile.block_k * tile.stages), _WARPS // tile.warps))
+        clusters = parts in CLUSTERS
+        stored = 1 / parts if clusters else 1.0  # of a tile's elements by a program
+        held = self._bytes * tile.block_k * tile.stages + (room(*tile[:2]) if clusters else 0)
+        at_once = max(1, min(_SHARED // held, _WARPS // tile.warps))
         step = max(STEP + LATENCY / (tile.stages - 1) + THREAD_COPY * self.copies, self._multiplying)
-        waves = cdiv(programs, device.workers * at_once) * (steps * step + STORE * each)
+        waves = cdiv(programs, device.workers * at_once) * (steps * step + STORE * each * stored)
         issued = COPY * self.copies * self._threads * min(1.0, problem.k / tile.block_k)
         issued = steps * max(issued, self._multiplying)
-        written = self._elements * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
+        written = stored * self._elements * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
         sms = programs / device.workers * (BEGIN + issued + written) + FEED * self.tiles * self._bytes * problem.k
         together: float = (waves**OVERLAP + sms**OVERLAP + self._memory**OVERLAP) ** (1 / OVERLAP)
-        sums = FIX + PART * parts * each + PARTIALS * 4 * programs * self._elements if parts > 1 else 0.0
+        if clusters:
+            sums = MEET + SENT * each
+        else:
+            sums = FIX + PART * parts * each + PARTIALS * 4 * programs * self._elements if parts > 1 else 0.0
         return LAUNCH + together + sums
