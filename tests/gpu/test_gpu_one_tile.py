@@ -8,6 +8,10 @@ from gpu_runs import captured, nan, randn
 
 import tilestream as ts
 from error_rule import Maths, check
+from tilestream.core.exchange import CLUSTERS
+from tilestream.launch.cache import launch_cache
+from tilestream.plan.plan import of_candidate
+from tilestream.plan.policy import one_tile
 from tilestream.plan.policy.one_tile import TILES
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -59,6 +63,62 @@ def test_every_tile_by_the_error_rule(shape, layout):
                     check(out, Maths(a, b))
                     ran += 1
     assert ran
+
+
+def cut(a, b, layout="nt"):
+    """By number of parts, plans that cut K into as many: one of each tile."""
+    problem = plan_of(a, b, layout).problem
+    device, found = ts.plan(1, 1, 1, dtype=BF16, device="cuda").device, {}
+    for one in one_tile.candidates(problem, device, device.workers):
+        parts = one.schedule.num_shares // one.tiles if one.kind == "stream_k" else 1
+        plan = of_candidate(problem, device, "portable", one, "a test's")
+        found.setdefault(parts, {}).setdefault(one.tile, plan)
+    return {parts: [*plans.values()] for parts, plans in found.items()}
+
+
+CUT = [(65, 33, 4100, 1, BF16), (130, 96, 4096, 2, F16), (90, 208, 3072, 1, E4M3)]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "batch", "dtype"), CUT, ids=str)
+def test_clusters_add_as_global_memory_does(m, n, k, batch, dtype, monkeypatch):
+    """In 2, 4 and 8 parts: the bits of the parts that go through global memory."""
+    a, b = operands(m, n, k, batch, dtype=dtype)
+    plans = cut(a, b)
+    assert set(plans) >= set(CLUSTERS)
+    for plan in (plan for parts in CLUSTERS for plan in plans[parts]):
+        made = plan.run(a, b, out=nan(*a.shape[:-1], n, dtype=BF16 if dtype == E4M3 else dtype))
+        check(made, Maths(a, b, out_dtype=made.dtype))
+        with monkeypatch.context() as patched:
+            launch_cache.clear()
+            patched.setattr("tilestream.launch.portable.arguments.cluster_of", lambda schedule: 1)
+            assert torch.equal(plan.run(a, b), made), plan.label
+        launch_cache.clear()
+
+
+def test_clusters_with_an_epilogue_and_a_strided_output():
+    a, b = operands(70, 88, 2200)
+    bias, residual = randn(88), randn(70, 88)
+    for parts, plans in cut(a, b).items():
+        if parts in CLUSTERS:
+            store = nan(70, 2 * 88)
+            out = plans[0].run(a, b, bias=bias, residual=residual, activation="gelu", out=store[:, ::2])
+            check(out, Maths(a, b, bias, residual, activation="gelu"))
+            assert store[:, 1::2].isnan().all()
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("pads", [(8, 1), (1, 8), (2, 8), (4, 1)], ids=str)
+def test_each_operand_in_vectors_of_its_own(pads, layout):
+    """Rows of one are multiples of 8, 4 or 2 elements, those of the other of fewer."""
+
+    def make(rows, columns, letter, pad):
+        extents = (rows, columns) if letter == "n" else (columns, rows)
+        x = randn(extents[0], 16 * extents[1] + pad)[:, : extents[1]]
+        return x if letter == "n" else x.mT
+
+    for m, n, k in ((72, 40, 200), (33, 1030, 97), (8, 8, 1000)):
+        a, b = make(m, k, layout[0], pads[0]), make(k, n, layout[1], pads[1])
+        check(ts.matmul(a, b), Maths(a, b))
 
 
 @pytest.mark.parametrize("shape", [(128, 160, 128, 1), (33, 1040, 4096, 1), (300, 48, 512, 1)], ids=str)

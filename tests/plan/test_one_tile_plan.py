@@ -10,6 +10,8 @@ from made_up import H100, reason
 
 import tilestream as ts
 from tilestream.core.chunks import Chunks
+from tilestream.core.exchange import CLUSTERS, cluster_of
+from tilestream.core.schedule import Schedule
 from tilestream.plan import tuned
 from tilestream.plan.additions import MMA
 from tilestream.plan.candidate import ONE_TILE
@@ -70,7 +72,29 @@ def test_a_long_k_is_cut_into_shares_of_a_tile_each():
     made = plan_problem(SHARED, device=H100)
     assert (made.variant, made.schedule.kind) == (ONE_TILE, "stream_k")
     assert made.label.endswith(f" tiles of {made.schedule.grid.tiles}")
-    assert "shares of the K of each tile\n" in made.explain()
+    assert "shares of the K of each tile" in made.explain()
+
+
+def test_parts_of_a_tile_are_a_cluster_where_there_are_as_many_as_a_cluster_has():
+    """All tiles' shares alike, on SMs that nobody has limited."""
+    found = {}
+    for one in candidates(SHARED):
+        if one.kind == "stream_k":
+            found.setdefault(one.schedule.num_shares // one.tiles, one.schedule)
+    assert {parts: cluster_of(schedule) for parts, schedule in found.items()} == {
+        parts: parts if parts in CLUSTERS else 1 for parts in found
+    }
+    assert set(found) > set(CLUSTERS)
+    assert {cluster_of(one.schedule) for one in candidates(SHARED, 100)} == {1}
+    grid = found[4].grid
+    for shares, k_steps in ((found[4].num_shares + 1, grid.k_steps), (found[4].num_shares, grid.k_steps + 1)):
+        other = Schedule("stream_k", replace(grid, k_steps=k_steps), found[4].raster, shares, shares=shares)
+        assert cluster_of(other) == 1
+    assert cluster_of(Schedule("static", grid, found[4].raster, 4 * grid.tiles)) == 1
+    made = plan_problem(SHARED, device=H100, variant=ONE_TILE, schedule="stream_k")
+    assert "a cluster that adds them in shared memory\n" in made.explain()
+    with ts.worker_limit(100):
+        assert "cluster" not in ts.plan(64, 64, 8192, dtype="bfloat16", device="h100", layout="nt").explain()
 
 
 def test_a_limit_of_workers_is_one_of_programs():

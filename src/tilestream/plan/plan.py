@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilestream.core.chunks import Arriving, Chunks
 from tilestream.core.device import DeviceProperties
+from tilestream.core.exchange import cluster_of
 from tilestream.core.gate import Gate
 from tilestream.plan import experimental
 from tilestream.plan.additions import Additions, additions
@@ -226,6 +227,7 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "tiles", f"{most}{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
     if plan.variant == ONE_TILE:
         shares = f"{schedule.num_shares // grid.tiles} shares of the K of each tile" if remainder else "each tile"
+        shares += ", a cluster that adds them in shared memory" * (cluster_of(schedule) > 1)
         yield "schedule", f"none: a program for {shares}"
         return
     of_ctas = f" of {plan.ctas} CTAs" * (plan.ctas > 1)

@@ -41,11 +41,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, block: int = 16) -> None:
 
 def plan_for(a: torch.Tensor, b: torch.Tensor, kind: str = "dynamic", workers: int = 5, **how) -> Plan:
     batch = a.shape[0] if a.dim() == 3 else 1
-    vector = how.pop("vector", 1)  # of operands that are not aligned
+    vector = how.pop("vector", 1)  # of operands that are not aligned; a pair: of each
+    vectors = vector if isinstance(vector, tuple) else (vector, vector)
     problem = Problem(
         a.shape[-2], b.shape[-1], a.shape[-1], batch, dtype_name(a.dtype), how.pop("out", dtype_name(a.dtype)),
         b_dtype=dtype_name(b.dtype), scales=how.pop("scales", "none"), fast_accum=how.pop("fast_accum", True),
-        aligned=vector == 1, vectors=(vector, vector),
+        aligned=vectors == (1, 1), vectors=vectors,
     )  # fmt: skip
     return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable", **how)
 

@@ -65,6 +65,24 @@ def test_operands_in_vectors(vector, split):
     check_product(one_tile(a, b, split, vector=vector), a, b)
 
 
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("vectors", [(8, 1), (1, 4), (2, 8)])
+def test_each_operand_in_vectors_of_its_own(vectors, layout):
+    """Where both lie along K, an extent that is a multiple of the wider vector alone is one of both."""
+    m, n, k = 9 * vectors[0], 11 * vectors[1], 8 * max(vectors)
+    if layout[0] == "t":
+        k += vectors[1] if layout[1] == "t" else 1
+    elif layout[1] == "n":
+        k += vectors[0]
+    a = laid_out(m, k, layout[0], torch.float16, vectors[0])
+    b = laid_out(k, n, layout[1], torch.float16, vectors[1])
+    for split in (0, 2):
+        plan = one_tile(a, b, split, vector=vectors)
+        lies = Layout((0, *a.stride()), (0, *b.stride()), (0, n, 1))
+        assert vectors == arguments_of(plan, lies).config.VECTORS
+        check_product(plan, a, b)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogue(activation, split):

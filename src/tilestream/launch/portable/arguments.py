@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilestream.core.exchange import cluster_of
 from tilestream.kernels.config import PortableConfig
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.portable.gemm import gemm
@@ -12,7 +13,6 @@ from tilestream.launch.gemm_arguments import GemmArguments, Layout, is_aligned
 from tilestream.launch.portable.options import options
 from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.plan import Plan
-from tilestream.plan.policy.one_tile import cluster_of
 from tilestream.plan.policy.portable import adds_by_itself, converts, in_vectors, strip, sums_lose_bits
 
 _INT31 = 2**31

@@ -145,7 +145,11 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
 def candidates(
     problem: Problem, device: DeviceProperties, workers: int, forced: Forced = FREE, kinds: tuple[Kind, ...] = KINDS
 ) -> Iterator[Candidate]:
-    """All candidates that match the caller's choices. Fewer ``workers`` than the device has do a program each."""
+    """All candidates that match the caller's choices. Fewer ``workers`` than the device has do a program each.
+
+    Then no tile's parts are a cluster: the CTAs of one begin together, on SMs that lie together, and who limits workers
+    may have left few SMs, anywhere.
+    """
     if refusal(problem, device) or forced.order is not None or forced.stages is not None:
         return
     limited, rates = workers < device.workers, rates_of(problem, device)
@@ -163,22 +167,13 @@ def candidates(
             programs = parts * way.tiles
             if programs > most:
                 break
+            if limited and parts in CLUSTERS:
+                continue
             kind: Kind = "static" if parts == 1 else "stream_k"
             steps = cdiv(way.steps, parts)  # all shares alike: none has parts of two tiles
             if kind in kinds and way.is_apt(steps, parts):
                 make = functools.partial(way.schedule, kind, steps, parts)
                 yield Deferred(way.alike, kind, way.seconds(steps, parts), way.tiles, programs, "", make)
-
-
-def cluster_of(schedule: Schedule) -> int:
-    """CTAs of a cluster that add up a tile's parts in their shared memory; 1: parts go through global memory.
-
-    All tiles have as many parts, of as many K steps.
-    """
-    shares, tiles = schedule.num_shares, schedule.grid.tiles
-    parts = shares // max(1, tiles)
-    alike = schedule.kind == "stream_k" and not schedule.full_tiles and parts * tiles == shares
-    return parts if alike and parts in CLUSTERS and schedule.grid.k_steps % parts == 0 else 1
 
 
 class Rates(NamedTuple):
