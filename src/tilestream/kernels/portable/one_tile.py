@@ -5,6 +5,8 @@
     static:    acc = 0;  for step in K: acc += A[rows, step] @ B[step, columns];  out[tile] = epilogue(acc)
     stream_k:  the share of this program, as `tilestream.core.stream_k` cuts all tiles:
                whole tile: as above;  part of a tile: slot = acc; count; the last to count finishes the tile
+    clusters:  stream_k with as many parts of each tile as a cluster may have CTAs (`C.CLUSTER`): see
+               `tilestream.kernels.portable.cluster`
 
 A persistent worker asks a schedule for its items, and a warp-specialised one starts two loops. Of a product that takes
 5 us this is a fifth. Here the position in the grid is the tile or the share, so the first loads begin at once. There is
@@ -124,8 +126,8 @@ def one_tile(
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * a @ b + bias + beta * residual)``.
 
-    The grid is (column tiles, row tiles, batches), or (shares,). The parameters are those of
-    `tilestream.kernels.portable.gemm.gemm`.
+    The grid is (column tiles, row tiles, batches), or (shares,), a tile's in a cluster or not. The parameters are those
+    of `tilestream.kernels.portable.gemm.gemm`.
     """
     x, y = Matrix(a, stride_ab, stride_am, stride_ak), Matrix(b, stride_bb, stride_bk, stride_bn)
     epilogue = Epilogue(
@@ -135,7 +137,6 @@ def one_tile(
         alpha, beta, m, n, None, None,
     )  # fmt: skip
     if C.CLUSTER > 1:
-        cluster.announce()
         tile, part = tl.program_id(0) // C.CLUSTER, tl.program_id(0) % C.CLUSTER
         steps = k_steps // C.CLUSTER
         batch = tile // (num_m * num_n)
@@ -145,6 +146,7 @@ def one_tile(
         acc = cluster.summed(acc, part, C)
         row = pm * C.BLOCK_M + part * (C.BLOCK_M // C.CLUSTER)
         store_tile(acc, epilogue, batch, row, pn * C.BLOCK_N, C.BLOCK_N, C)
+        cluster.await_leaving()
     elif C.KIND == "stream_k":
         share = tl.program_id(0)
         unit = part_begin(units, shares, share)

@@ -45,6 +45,8 @@ MOST_HELD = 144
 SHALLOW = 3
 #: The most K steps of a program with a shallow pipeline whose copies are whole vectors, and the fewest with a deep one.
 MOST_SHALLOW, LEAST_DEEP = 8, 4
+#: The longest K for which a step is shorter than 64: of a longer one each step takes as long.
+MOST_SHORT = 64
 #: Parts of a tile's K that are tried.
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 #: The most blocks of a grid in its second and third dimension.
@@ -107,6 +109,12 @@ TILES = {
         Tile(64, 64, 64, stages=8),
         Tile(64, 64, 128, stages=4),
         Tile(64, 128, 64, stages=5),
+        Tile(64, 64, 32),
+        Tile(64, 128, 32, stages=2),
+        Tile(64, 32, 128, stages=4),
+        Tile(64, 128, 64, stages=4),
+        Tile(128, 64, 64, stages=5),
+        Tile(128, 128, 64, warps=8, stages=4),
     ),
     1: (
         Tile(16, 32, 128, warps=2),
@@ -120,6 +128,8 @@ TILES = {
         Tile(64, 32, 128, stages=6),
         Tile(64, 64, 128, stages=5),
         Tile(64, 64, 128, stages=8),
+        Tile(64, 128, 128, stages=5),
+        Tile(128, 128, 128, warps=8, stages=4),
     ),
 }
 
@@ -158,6 +168,8 @@ def candidates(
         if forced.tile not in (None, tile[:2]) or tile.block_m * tile.block_n < least:
             continue  # more programs than there may be
         if tile.stages > SHALLOW and problem.k <= (LEAST_DEEP - 1) * tile.block_k:
+            continue
+        if tile.block_k < MOST_SHORT < problem.k:
             continue
         way = Way(problem, device, tile, rates)
         if way.held > MOST_HELD or max(problem.batch, way.num_m) > _MOST_OF_A_GRID:
