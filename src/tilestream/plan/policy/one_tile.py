@@ -2,9 +2,9 @@
 
 ::
 
-    a program:  its K steps, one after the other, each as long as memory answers; its end
+    a program:  its K steps, one after the other, each as long as memory answers; its end; the sum of a cluster's parts
     an SM:      beginning programs, and issuing all of their copies, or multiplying; and their bytes' way from L2
-    a launch:   the programs in waves, beside the SMs' work, beside memory; then the sums of parts
+    a launch:   the programs in waves, beside the SMs' work, beside memory; then the sums of parts in global memory
 
 Three things that run side by side take ``(x**p + y**p + z**p) ** (1 / p)``. The constants are of an H200: every tile of
 62 small problems, of 35 with few tiles and a long K, of all alignments, and the chosen ones of 64 more (seed 3 of the
@@ -25,6 +25,7 @@ from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.candidate import FREE, ONE_TILE, Candidate, Deferred, Forced
+from tilestream.plan.policy.hopper_costs import LINE
 from tilestream.plan.problem import ITEMSIZE, Problem
 
 #: The kinds of its schedules: a tile a program, or a share.
@@ -55,21 +56,24 @@ _MOST_OF_A_GRID = 65535
 _SHARED, _WARPS, _VECTOR = 227 * 1024, 64, 16
 
 # Constants of the model, in seconds.
-LAUNCH = 4.387e-6
-BEGIN = 0.269e-6  # of an SM, to begin a program
-COPY = 68.3e-12  # of an SM, to issue a copy
+LAUNCH = 4.322e-6
+BEGIN = 0.5775e-6  # of an SM, to begin a program
+COPY = 57.07e-12  # of an SM, to issue a copy
 WRITE, NARROW = 73.1e-12, 4.0  # of an SM, for an element that it stores; so many times where rows are of odd lengths
-FEED = 52.7e-15  # of all SMs, for a byte from L2
-STEP = 79.6e-9  # of a program, in each K step
-LATENCY = 0.3071e-6  # of a program, in each K step, divided by the stages that are ahead
-THREAD_COPY = 7.64e-9  # of a program, for each copy of a thread in a K step
-STORE = 13.4e-9  # of a program, for each element that a thread stores
-FIX = 3.306e-6  # of a tile in parts
-PART = 10.01e-9  # of a tile in parts, for each element that a thread reads
-PARTIALS = 0.45e-12  # of all partial results, for a byte
-MEET = 1.0e-6  # of a tile in parts whose CTAs are a cluster
-SENT = 10e-9  # of such a tile, for each element that a thread sends
-OVERLAP = 2.92
+FEED = 23.99e-15  # of all SMs, for a byte from L2
+LINES = 1.252  # of a copy, and of a byte: how much more one of a further line counts
+STEP = 51.71e-9  # of a program, in each K step
+LATENCY = 0.3874e-6  # of a program, in each K step, divided by the stages that are ahead
+THREAD_COPY = 6.89e-9  # of a program, for each copy of a thread in a K step
+STORE = 9.915e-9  # of a program, for each element that a thread stores
+FIX = 1.78e-6  # of a tile in parts
+PART = 8.815e-9  # of a tile in parts, for each element that a thread reads
+PARTIALS = 0.5008e-12  # of all partial results, for a byte
+MEET = 0.8582e-6  # of a cluster, to begin together and to meet
+SENT = 20e-9  # of a cluster, for each element that a thread gives to the others
+OVERLAP = 1.859
+#: Of a device's SMs those that clusters of so many CTAs have at once: those of one lie together.
+CLUSTERED = {4: 0.94, 8: 0.85}
 #: Share of the nominal bandwidth that memory gives.
 MEMORY = 0.92
 
@@ -221,8 +225,14 @@ class Way:
         self._vectors = (_VECTOR // itemsize,) * 2 if problem.aligned else problem.vectors
         self._threads, self._elements = threads, tile.block_m * tile.block_n
         self._bytes = (tile.block_m + tile.block_n) * itemsize  # of an element of K
-        vectors = tile.block_m / self._vectors[0] + tile.block_n / self._vectors[1]
-        self.copies = vectors * tile.block_k / threads
+        of_a = tile.block_m / self._vectors[0] * tile.block_k / threads
+        of_b = tile.block_n / self._vectors[1] * tile.block_k / threads
+        self.copies = of_a + of_b
+        # A row of a K step that does not begin at a line of L2 has a part of one more.
+        row = tile.block_k * itemsize
+        more_a, more_b = (LINES * (LINE - at) / row for at in problem.row_multiples)
+        self._of_lines = of_a * (1 + more_a) + of_b * (1 + more_b)
+        self._fed = itemsize * (tile.block_m * (1 + more_a) + tile.block_n * (1 + more_b))
         self.held = self.copies * (tile.stages - 1) + self._elements / threads
         self.whole = min(self._vectors) * itemsize == _VECTOR
         # Seconds of a K step's multiplications at the nominal rate: of tiles of 64 rows they are about its copies'.
@@ -251,16 +261,15 @@ class Way:
         clusters = parts in CLUSTERS
         stored = 1 / parts if clusters else 1.0  # of a tile's elements by a program
         held = self._bytes * tile.block_k * tile.stages + (room(*tile[:2]) if clusters else 0)
-        at_once = max(1, min(_SHARED // held, _WARPS // tile.warps))
+        at_once = max(1, min(_SHARED // held, _WARPS // tile.warps)) * int(CLUSTERED.get(parts, 1.0) * device.workers)
         step = max(STEP + LATENCY / (tile.stages - 1) + THREAD_COPY * self.copies, self._multiplying)
-        waves = cdiv(programs, device.workers * at_once) * (steps * step + STORE * each * stored)
-        issued = COPY * self.copies * self._threads * min(1.0, problem.k / tile.block_k)
+        met = MEET + SENT * each if clusters else 0.0
+        waves = cdiv(programs, at_once) * (steps * step + STORE * each * stored + met)
+        issued = COPY * self._of_lines * self._threads * min(1.0, problem.k / tile.block_k)
         issued = steps * max(issued, self._multiplying)
         written = stored * self._elements * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
-        sms = programs / device.workers * (BEGIN + issued + written) + FEED * self.tiles * self._bytes * problem.k
+        sms = cdiv(programs, device.workers) * (BEGIN + issued + written) + FEED * self.tiles * self._fed * problem.k
         together: float = (waves**OVERLAP + sms**OVERLAP + self._memory**OVERLAP) ** (1 / OVERLAP)
-        if clusters:
-            sums = MEET + SENT * each
-        else:
-            sums = FIX + PART * parts * each + PARTIALS * 4 * programs * self._elements if parts > 1 else 0.0
+        added = parts > 1 and not clusters
+        sums = FIX + PART * parts * each + PARTIALS * 4 * programs * self._elements if added else 0.0
         return LAUNCH + together + sums
