@@ -1,6 +1,6 @@
 """Launches of the Hopper kernels, small, for compute-sanitizer: of the GEMM each variant and store, stream_k, a batch,
-a gate, copy items; of attention each tile, packed sequences, pages, heads side by side, shares, keys that arrive, a
-trace.
+a gate, copy items; of programs of a tile each, shares of it, and clusters; of attention each tile, packed sequences,
+pages, heads side by side, shares, keys that arrive, a trace.
 
 ``compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/gpu/sanitize.py [SHARE/SHARES]``:
 `test_gpu_sanitize` runs it and reads the summary. Answers are checked on the CPU, so that nothing else is sanitized
@@ -122,6 +122,31 @@ def arrive(copies: Copies) -> None:
     print(f"{m}x{n}x{k} copied by {copies}", flush=True)
 
 
+#: Programs of a tile: parts of a tile's K, and the tile. 2, 4 and 8 are clusters, 3 go through global memory.
+PROGRAMS = ((1, (64, 64)), (3, (64, 64)), (2, (64, 128)), (4, (16, 32)), (8, (64, 64)), (2, (128, 128)))
+
+
+def multiply(parts: int, tile: tuple[int, int]) -> None:
+    """A product by programs of a tile, or a part of one, checked on the CPU."""
+    import torch
+
+    import tilestream as ts
+    from error_rule import Maths, check
+    from tilestream.plan.plan import of_candidate
+    from tilestream.plan.policy import one_tile
+
+    m, n, k = tile[0] + 9, tile[1] + 8, 2800 if parts > 1 else 200
+    a, b = torch.randn(m, k).to(BF16), torch.randn(n, k).to(BF16).t()
+    asked = ts.plan(m, n, k, dtype=BF16, layout="nt", device="cuda")
+    found = one_tile.candidates(asked.problem, asked.device, asked.device.workers)
+    best = next(one for one in found if one.tile == tile and one.workers == parts * one.tiles)
+    plan = of_candidate(asked.problem, asked.device, "portable", best, "the sanitizer's")
+    result = _whole(torch.full((m, n), float("nan"), dtype=BF16))
+    plan.run(_whole(a), _whole(b), out=result)
+    check(result.cpu(), Maths(a, b))
+    print(plan.label, flush=True)
+
+
 def main() -> None:
     import torch
 
@@ -140,6 +165,8 @@ def main() -> None:
         print(case.name, flush=True)
     for copies in ARRIVALS[share::shares]:
         arrive(copies)
+    for parts, tile in PROGRAMS[share::shares]:
+        multiply(parts, tile)
     for one, more in ATTENTION[share::shares]:
         attend(one, more)
     print("all right")
