@@ -2,9 +2,9 @@
 a gate, copy items; of programs of a tile each, shares of it, and clusters; of attention each tile, packed sequences,
 pages, heads side by side, shares, keys that arrive, a trace.
 
-``compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/gpu/sanitize.py [SHARE/SHARES]``:
-`test_gpu_sanitize` runs it and reads the summary. Answers are checked on the CPU, so that nothing else is sanitized
-that takes long. Without the tool it fills Triton's cache.
+``compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/gpu/sanitize.py [SHARE/SHARES]``, or
+``programs`` for those of a tile alone: `test_gpu_sanitize` runs it and reads the summary. Answers are checked on the
+CPU, so that nothing else is sanitized that takes long. Without the tool it fills Triton's cache.
 """
 
 from __future__ import annotations
@@ -153,8 +153,13 @@ def main() -> None:
     from error_rule import check
     from tilestream.runtime.properties import cuda_properties
 
-    share, shares = map(int, (sys.argv[1] if len(sys.argv) > 1 else "0/1").split("/"))
     torch.manual_seed(0)
+    if sys.argv[1:] == ["programs"]:
+        for parts, tile in PROGRAMS:
+            multiply(parts, tile)
+        print("all right")
+        return
+    share, shares = map(int, (sys.argv[1] if len(sys.argv) > 1 else "0/1").split("/"))
     for case in itertools.islice(cases(), share, None, shares):
         here = case.operands("cpu")
         # Copied in one piece each, with the gaps: a kernel of torch's that fills them would be sanitized, too.
