@@ -137,6 +137,7 @@ def one_tile(
         alpha, beta, m, n, None, None,
     )  # fmt: skip
     if C.CLUSTER > 1:
+        cluster.announce()
         tile, part = tl.program_id(0) // C.CLUSTER, tl.program_id(0) % C.CLUSTER
         steps = k_steps // C.CLUSTER
         batch = tile // (num_m * num_n)
@@ -146,7 +147,6 @@ def one_tile(
         acc = cluster.summed(acc, part, C)
         row = pm * C.BLOCK_M + part * (C.BLOCK_M // C.CLUSTER)
         store_tile(acc, epilogue, batch, row, pn * C.BLOCK_N, C.BLOCK_N, C)
-        cluster.await_leaving()
     elif C.KIND == "stream_k":
         share = tl.program_id(0)
         unit = part_begin(units, shares, share)
