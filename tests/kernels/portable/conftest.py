@@ -12,6 +12,7 @@ import pytest
 
 INTERPRETED = [
     "test_attention_merge.py",
+    "test_cluster.py",
     "test_one_tile.py",
     "test_portable_add.py",
     "test_portable_arrival.py",
