@@ -200,6 +200,27 @@ def test_programs_of_a_kernel_that_knows_no_clusters_are_launched_in_clusters(to
     assert launch.config.grid[0] == 6
 
 
+def test_a_launch_may_have_room_behind_the_kernels_shared_memory(told, stub, monkeypatch):
+    asked, find = [], module.cuda_function
+
+    def found(name, *types):
+        if name != "cuFuncSetAttribute":
+            return find(name, *types)
+        return lambda function, what, size: asked.append((function.value, what, size)) or answer
+
+    monkeypatch.setattr(module, "cuda_function", found)
+    answer, kernel = 0, made(told[1], shared=40_000)
+    Launcher(kernel, (4, 1, 1), (VARIES, 16), 4, 20_016)(0, WORDS)
+    assert stub.launches[0].config.shared == 60_016
+    assert asked == [(kernel.function, 8, 60_016)]
+    Launcher(kernel, (4, 1, 1), (VARIES, 16), 4)(0, WORDS)
+    assert stub.launches[1].config.shared == 40_000
+    assert len(asked) == 1
+    answer = 1
+    with pytest.raises(RuntimeError, match=r"gives no kernel 60016 bytes of shared memory: CUDA_ERROR_INVALID_VALUE"):
+        Launcher(kernel, (4, 1, 1), (VARIES, 16), 4, 20_016)
+
+
 def test_four_threads_launch_at_once(launch, stub):
     stub.set("pause_us", 50)  # before the stub reads the parameters, without the GIL
 

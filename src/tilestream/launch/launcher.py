@@ -291,7 +291,7 @@ def _allow_shared(function: ctypes.c_void_p, size: int) -> None:
     """Let launches of a kernel have so many bytes of dynamic shared memory. Triton allows what it gives it itself."""
     allow = cuda_function("cuFuncSetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
     if code := allow(function, _MOST_DYNAMIC_SHARED, size):
-        raise RuntimeError(f"the driver does not give a kernel {size} bytes of shared memory: {error_name(code)}")
+        raise RuntimeError(f"the driver gives no kernel {size} bytes of shared memory: {error_name(code)}")
 
 
 def _is_hip(kernel: Any) -> bool:
