@@ -86,6 +86,15 @@ class OneTileLaunch(GemmLaunch):
             )
         shares = (schedule.num_shares, 1, 1)
         self._grid = (grid.num_n, grid.num_m, grid.batch) if schedule.kind == "static" else shares
+        if self._arguments.config.CLUSTER > 1:  # it needs no words
+            self._schedule = None
+
+    def __call__(self, x: GemmOperands, awaited: Awaited | None = None, probe: Probe | SpanLog | None = None) -> None:
+        """See `Launch`. What logs is the persistent kernel, which needs words where a cluster needs none."""
+        if probe is not None and self._schedule is None and self.plan.schedule.slots:
+            GemmLaunch(self.plan, self.layout)(x, awaited, probe)
+        else:
+            super().__call__(x, awaited, probe)
 
     def _made(self) -> Kernel:
         """See `GemmLaunch`."""
