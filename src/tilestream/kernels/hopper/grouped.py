@@ -172,7 +172,8 @@ def load_loop(loads, ring, items, work, words, groups, table, valid, C: gl.const
     stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
     passed, ready = progress.passed, progress.ready
     ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
-    PICK: gl.constexpr = pick_victim_of_slim_warp if C.SLIM else pick_victim_of_warp
+    # The other way round than the plain kernel: beside a group's fields either one spills where the other does not.
+    PICK: gl.constexpr = pick_victim_of_warp if C.SLIM else pick_victim_of_slim_warp
     while found != 0:
         found, item, progress = next_item(
             Progress(cursor, ready, passed), work, words, None, watch, C, ADD, PICK
