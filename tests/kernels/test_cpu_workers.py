@@ -412,9 +412,15 @@ def test_a_thread_that_dies_while_it_is_idle_gets_no_offer(pool, monkeypatch):
 def test_a_thread_that_was_claimed_and_got_no_offer_ends(pool, monkeypatch):
     # As by an interrupt between the two. The thread serves no one, but does not stay either.
     monkeypatch.setattr(workers, "IDLE_SECONDS", 0.05)
+    add_idle, claimed = pool.add_idle, []
+
+    def and_claim(worker):  # before it sleeps, which it does not do for long
+        add_idle(worker)
+        claimed.extend([worker] * pool.withdraw(worker))
+
+    monkeypatch.setattr(pool, "add_idle", and_claim)
     multiply()
-    worker = pool.idle[-1]
-    assert pool.withdraw(worker)
+    worker = claimed[-1]
     worker.thread.join(LONG)
     assert not worker.thread.is_alive()
     assert worker.has_ended
