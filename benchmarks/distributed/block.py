@@ -156,6 +156,7 @@ def served(rank: int, world: int, session: Session) -> None:
     backend = "eager" if session.dry else "inductor"
 
     def made(call: Callable[[], Any]) -> Forms:
+        torch._dynamo.reset()  # of the earlier blocks, which count towards the limit of recompilations
         return {"eager": call, "compiled": torch.compile(call, dynamic=False, backend=backend)}
 
     _measure(rank, world, session, "served", made)
