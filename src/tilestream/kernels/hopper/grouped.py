@@ -216,7 +216,7 @@ def pass_stages(ring, place, steps, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_tile(ring, order, words, e, scales, item, place, steps, where, WHO: gl.constexpr, C: gl.constexpr):
+def finish_tile(ring, order, e, scales, item, place, steps, where, WHO: gl.constexpr, C: gl.constexpr):
     """Multiply an item and store it, in [row, rows) and [column, columns): the `Place` behind its stages."""
     row, column, rows, columns = where
     epilogue = Epilogue(
@@ -229,7 +229,7 @@ def finish_tile(ring, order, words, e, scales, item, place, steps, where, WHO: g
     else:
         accs, place = product(ring, order, place, steps, WHO, C)
     await_prefetch(early)
-    store_tile(accs, words.partials, epilogue, item, row, column, WHO, C)
+    store_tile(accs, None, epilogue, item, row, column, WHO, C)
     return place
 
 
@@ -265,13 +265,12 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, publishin
                     row, rows = begin + row, end
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
-            if C.HALVES == 2:  # the second consumer has no rows of some tiles: then the first has the tensor cores
-                there = row < rows
+                there = row < rows  # the second consumer has no rows of some tiles: then the first has the tensor cores
             else:
                 there: gl.constexpr = True
             if there:
                 where = row, column, rows, columns
-                stage = finish_tile(ring, order, words, e, scales, item, stage, steps, where, WHO, C)
+                stage = finish_tile(ring, order, e, scales, item, stage, steps, where, WHO, C)
             else:
                 stage = pass_stages(ring, stage, steps, C)
             if C.PUBLISHES:
