@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import pickle
+import re
 import sys
 import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from strategies import chunkings
-from tilestream.arrival import device_words, landing, lanes
+from tilestream.arrival import device_words, landing, lanes, signals
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.files import RangeReader, find_matrix
@@ -28,7 +31,7 @@ from tilestream.arrival.landing import Landing
 from tilestream.arrival.sources import as_rows, file_source, iterator_source, tensor_source
 from tilestream.arrival.stream import Stream, onto, open_streams
 from tilestream.core.chunks import Chunks
-from tilestream.core.error_record import FAILED, Record
+from tilestream.core.error_record import EXPIRED, FAILED, Record
 from tilestream.core.errors import ProducerStopped
 from tilestream.runtime import channel as channels
 from tilestream.runtime import streams as streams_module
@@ -274,6 +277,63 @@ class TestManyChunks:
         assert seen(launch) == ["here"] * 5 + ["failed"] * 5
         with pytest.raises(RuntimeError, match="the driver refused"):
             x.wait(LONG)
+
+
+class TestHeld:
+    """A producer whose copies the driver holds up, as behind another thread's copy to pageable memory."""
+
+    def expired(self, stream):
+        return Record(EXPIRED, 0, 0, 0, 1, stream.arrival.key, stream.arrival.epoch, 0, -1, 0, 0, 10**6, 10**9).error()
+
+    def stream(self, held, begun):
+        class Held(Onward):
+            def land(self, begin: int, end: int) -> None:
+                if begin:
+                    begun.set()
+                    assert held.wait(LONG)
+                super().land(begin, end)
+
+        source = tensor_source(matrix(4))
+        return Stream(ts.Arrival.uniform(2, 2), source, Held(source.tensor))
+
+    def test_an_expiry_says_for_how_long(self, monkeypatch):
+        monkeypatch.setattr(signals, "HELD_SECONDS", 1e-9)
+        held, begun = threading.Event(), threading.Event()
+        stream = self.stream(held, begun)
+        assert begun.wait(LONG)
+        error = self.expired(stream)  # while it is held up
+        assert error.held > 0
+        assert re.search(r"The driver held up a copy of its producer for \d\.\d{3} s: while a thread", str(error))
+        assert str(error).endswith("Wait for the chunks before that (stream.wait()), or copy on another stream")
+        again = pickle.loads(pickle.dumps(error))
+        assert (again.held, str(again)) == (error.held, str(error))
+        held.set()
+        stream.wait(LONG)
+        monkeypatch.setattr(signals, "HELD_SECONDS", error.held)
+        time.sleep(0.01)
+        assert self.expired(stream).held >= error.held, "also when it goes on"
+
+    def test_one_that_takes_no_longer_than_a_copy_is_not_held(self):
+        held, begun = threading.Event(), threading.Event()
+        held.set()
+        stream = self.stream(held, begun)
+        stream.wait(LONG)
+        error = self.expired(stream)
+        assert error.held == 0
+        assert str(error).endswith("or pass a larger deadline=")
+
+    def test_the_next_epoch_begins_anew(self, monkeypatch):
+        monkeypatch.setattr(signals, "HELD_SECONDS", 0.0)
+        held, begun = threading.Event(), threading.Event()
+        held.set()
+        stream = self.stream(held, begun)
+        stream.wait(LONG)
+        before = stream.arrival._signals.longest_issue
+        stream.arrival._signals.longest_issue = 1e6
+        stream.restart()
+        stream.wait(LONG)
+        assert 0 < before < 1e6
+        assert stream.arrival._signals.held < 1e6
 
 
 class TestLanes:

@@ -261,7 +261,7 @@ class Arrival(Signalled):
 
     def incoming(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
-        return Incoming(self.chunks(rows), self.pivot, self._signals.copied)
+        return Incoming(self.chunks(rows), self.pivot, self._signals.copied, linked=self._signals.linked)
 
     def published(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""

@@ -97,6 +97,11 @@ class DeviceSignals(Publishing):
         """See `Signals`."""
         return 0 if self.copies is None else self.copies.width
 
+    @property
+    def linked(self) -> bool:
+        """See `Signals`."""
+        return self.streamed and self.copies is None
+
     # Launches ------------------------------------------------------------------------------------------------------
 
     def use(self, local_rows: bool = False) -> GateWords:

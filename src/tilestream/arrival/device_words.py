@@ -85,10 +85,10 @@ class DeviceWords(Signals):
     def __init__(
         self, count: int, device: torch.device, words: torch.Tensor | None = None, lane: Lane | None = None
     ) -> None:
-        super().__init__(count)
+        super().__init__(count, bell=None if lane is None else lane.bell)
         self.device, self.self_reset = str(device), words is not None
         self._device = device
-        if torch.cuda.is_current_stream_capturing():
+        if lane is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "Arrival: made while a CUDA graph is captured, which would clear its signals at each replay; make it "
                 "before the capture"

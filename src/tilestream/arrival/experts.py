@@ -20,7 +20,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.filling import Order
 from tilestream.arrival.routed import OffsetsCopy, ordered
 from tilestream.arrival.signals import Signals
-from tilestream.arrival.sources import Job, Source, ignore, unversioned
+from tilestream.arrival.sources import Job, Source, claim_nothing, unversioned
 from tilestream.arrival.stream import Stream, onto, target_of
 from tilestream.core.errors import kind_of
 
@@ -74,7 +74,7 @@ def stream_experts(
     target = target_of(_OP, weights, device)
     count = weights.shape[0]
     host = weights.mT if turned else weights
-    source = Source(host, lambda: f"{count} experts {list(weights.shape[1:])} {str(weights.dtype)[6:]}", _claim_nothing)
+    source = Source(host, lambda: f"{count} experts {list(weights.shape[1:])} {str(weights.dtype)[6:]}", claim_nothing)
     if target.type == "cpu":
         with torch.inference_mode(False):
             source.tensor = torch.empty(host.shape, dtype=host.dtype, device="cpu")
@@ -166,10 +166,6 @@ class _Route:
                 ends = torch.empty(offsets.shape, dtype=torch.int32, pin_memory=True, device="cpu")
         self._copy = OffsetsCopy(offsets, ends)
         return self._copy
-
-
-def _claim_nothing(begin: int, end: int) -> Job:
-    return ignore
 
 
 def _copies(host: torch.Tensor, into: torch.Tensor) -> Claim:

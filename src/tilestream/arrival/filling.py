@@ -48,6 +48,7 @@ class Filling:
         readers = min(source.readers, chunks.count)
         self._running = max(readers, 1)
         self.threads: list[threading.Thread] = []
+        arrival._signals.issuing_since, arrival._signals.longest_issue = None, 0.0
         landing.begin()
         if not readers:
             self._run()
@@ -143,14 +144,24 @@ class Filling:
                 while self._signalled in self._brought:
                     chunk = self._order[self._signalled]
                     if self._signalled < self._wanted:
-                        self._landing.land(*self._chunks.range_of(chunk))
-                        self._arrival.signal(chunk, epoch=self._epoch)
+                        self._land(chunk)
                     else:
                         self._arrival._signals.leave_out(chunk, self._epoch)
                     self._signalled += 1
             last = self._signalled == self._chunks.count
         if last:
             self._source.end()
+
+    def _land(self, chunk: int) -> None:
+        """Land and signal a chunk. The driver may hold this thread up meanwhile: see `Signals.held`."""
+        signals = self._arrival._signals
+        signals.issuing_since = begin = time.perf_counter()
+        try:
+            self._landing.land(*self._chunks.range_of(chunk))
+            self._arrival.signal(chunk, epoch=self._epoch)
+        finally:
+            signals.issuing_since = None
+            signals.longest_issue = max(signals.longest_issue, time.perf_counter() - begin)
 
 
 class Issued:

@@ -60,7 +60,7 @@ class FlatArrival(NamedTuple):
     def incoming(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
-        return Incoming(chunks, self.pivot, self.copied)
+        return Incoming(chunks, self.pivot, self.copied, linked=self.linked)
 
     def published(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
@@ -70,13 +70,19 @@ class FlatArrival(NamedTuple):
     @property
     def chunking(self) -> tuple[object, ...]:
         """The fields that stay the same in all epochs."""
-        return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds, self.copied
+        return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds, self.copied, self.linked
 
     @property
     def copied(self) -> int:
         """See `Incoming`. 0 if the signals' owner has dropped them; `signals` raises in that case."""
         found = sources.get(self.key)
         return found.copied if isinstance(found, Signals) else 0
+
+    @property
+    def linked(self) -> bool:
+        """See `Incoming`; as for `copied`."""
+        found = sources.get(self.key)
+        return isinstance(found, Signals) and found.linked
 
     def signals(self, op: str, device: torch.device) -> Signals:
         """The live signals of an operand on ``device``: `DeviceSignals` on a GPU.

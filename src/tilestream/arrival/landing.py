@@ -83,6 +83,13 @@ def _let_sources_go() -> None:
             _spare.setdefault(one.device, []).append(one.landed)
 
 
+class Ahead(NamedTuple):
+    """The operations of a filling that were issued, and the error of the operation behind them."""
+
+    done: int
+    error: SequenceError | None
+
+
 class Landing:
     """A landing in the source's own tensor: rows are in place as soon as the source has read them.
 
@@ -110,8 +117,11 @@ class Landing:
     def land(self, begin: int, end: int) -> None:
         """Land rows [begin, end), which the source has read."""
 
-    def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
-        """Land and signal all rows, from the pivot's chunk on. False if this is impossible, with nothing done."""
+    def fill(self, chunks: Chunks, pivot: int, signals: Signals, ahead: Ahead | None = None) -> bool:
+        """Land and signal all rows, from the pivot's chunk on. False if this is impossible, with nothing done.
+
+        ``ahead``: what was issued of this before there were signals; None: nothing.
+        """
         return False
 
     def end(self) -> None:
@@ -153,16 +163,22 @@ class DeviceLanding(Landing):
 
     A signal that is issued after a copy is written when the copy is done. Neither takes an SM (invariant 10). The
     copies overwrite the tensor after the earlier work of the stream that was current at the filling's beginning.
+
+    ``is_pinned`` says whether ``host`` is pinned, if the caller has asked the driver; None: ask it.
     """
 
-    def __init__(self, host: torch.Tensor, device: torch.device, lane: Lane) -> None:
-        inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-        with inference:
-            super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
+    def __init__(
+        self, host: torch.Tensor, device: torch.device, lane: Lane, is_pinned: bool | None = None
+    ) -> None:  # fmt: skip
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                self.tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
+        else:
+            self.tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
         self._device = device
         self._lane = lane
         self.stream = lane.stream
-        self._read(host)
+        self._read(host, is_pinned)
         # The allocator reuses freed memory only after the copies into it (invariant 9).
         self.tensor.record_stream(self.stream)
 
@@ -172,9 +188,9 @@ class DeviceLanding(Landing):
             _keep(self._host, self._lane)
         self._read(host)
 
-    def _read(self, host: torch.Tensor) -> None:
+    def _read(self, host: torch.Tensor, is_pinned: bool | None = None) -> None:
         self._host = host
-        self._is_pinned = host.is_pinned()
+        self._is_pinned = host.is_pinned() if is_pinned is None else is_pinned
         #: Whether the driver copies the rows directly from the source, without torch.
         self.in_place = self._is_pinned and host.is_contiguous()
 
@@ -214,31 +230,47 @@ class DeviceLanding(Landing):
         with torch.inference_mode():
             self._places[begin:end].copy_(self._rows[begin:end], non_blocking=True)
 
-    def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
+    def issue(self, chunks: Chunks, pivot: int, words: int, epoch: int) -> Ahead:
+        """Issue all copies, and the signals of ``epoch`` to the words at address ``words``.
+
+        Nothing else precedes it that can follow it: the link is idle until the first copy.
+        """
+        if any(one.device is None for one in _kept):
+            _let_sources_go()  # by events of lanes, which this may record anew
+        lane, host, done = self._lane, self._host, 0
+        sequences, _ = filling(chunks, pivot, host.shape[-1] * host.element_size())
+        lane.behind = behind = torch._C._cuda_getCurrentRawStream(self._device.index)
+        values = (
+            behind, lane.handle, self.tensor.data_ptr(), host.data_ptr(), words, epoch, lane.ready.handle,
+            lane.landed.handle,
+        )  # fmt: skip
+        try:
+            for sequence in sequences:
+                sequence.issue(*values)
+                done += len(sequence)
+        except SequenceError as error:
+            lane.landed.record(lane.handle)
+            return Ahead(done + error.done, error)
+        return Ahead(done, None)
+
+    def fill(self, chunks: Chunks, pivot: int, signals: Signals, ahead: Ahead | None = None) -> bool:
         """See `Landing`. If the driver refuses an operation, only the chunks that were signalled before it arrive."""
         if not self.in_place:
             return False
-        _let_sources_go()
         lane, signals = self._lane, cast("DeviceSignals", signals)
-        sequences, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
-        words = signals.begin_row(self.stream)
-        lane.behind = behind = torch._C._cuda_getCurrentRawStream(self._device.index)
-        to, source, done = self.tensor.data_ptr(), self._host.data_ptr(), 0
-        try:
+        if ahead is None:
+            words = signals.begin_row(self.stream)
             with on_device(self._device):
-                for sequence in sequences:
-                    sequence.issue(
-                        behind, lane.handle, to, source, words, signals.epoch, lane.ready.handle, lane.landed.handle
-                    )
-                    done += len(sequence)
-        except SequenceError as error:
-            count = bisect_right(signalled, done + error.done)
+                ahead = self.issue(chunks, pivot, words, signals.epoch)
+        if ahead.error is not None:
+            _, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
+            count = bisect_right(signalled, ahead.done)
             signals.end_row(
                 [(pivot + step) % chunks.count for step in range(count)], self.stream, event_on(self.stream)
             )
-            lane.landed.record(lane.handle)
-            raise
+            raise ahead.error
         signals.end_row(range(chunks.count), self.stream, lane.landed)
+        _let_sources_go()
         return True
 
     @property

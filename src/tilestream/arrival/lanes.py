@@ -12,10 +12,12 @@ is missing, was written on another stream, or has failed.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 
 import torch
 
+from tilestream.core.forks import free_in_child
 from tilestream.runtime.producer import Producer
 from tilestream.runtime.sequence import Event
 from tilestream.runtime.streams import give_back, lend
@@ -45,6 +47,8 @@ class Words:
             self.store = torch.zeros(2 * count + 1, dtype=torch.int32, device=device)
         #: ``int32[count]`` each for eager and for captured launches; ``int32[1]`` for quarantine.
         self.eager, self.captured, self.quarantine = self.store.split([count, count, 1])
+        #: Of the first eager word.
+        self.address: int = self.eager.data_ptr()
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream()
             self.zeroed = event_on(stream)
@@ -66,6 +70,8 @@ class Lane:
         self.words.store.record_stream(self.stream)
         self.stream.wait_event(self.words.zeroed)
         self.words.streams.add(self.handle)
+        #: Of the signals that have the lane.
+        self.bell = free_in_child(threading.Condition())
         #: Events before the first copy of a filling, and after its last signal.
         self.ready, self.landed = Event(), Event()
         #: The stream that the last filling follows.

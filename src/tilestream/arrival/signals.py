@@ -23,6 +23,8 @@ from tilestream.core.forks import free_in_child
 
 #: Seconds between two polls of a caller's own signal words: the first pause, and the longest.
 POLL_SECONDS = (0.0002, 0.004)
+#: Seconds that no copy takes to be issued, also one that waits for staging: 1 GB of pageable memory takes as long.
+HELD_SECONDS = 0.25
 #: Longest single sleep, within the range of the system's clocks; a longer wait sleeps several times.
 _LONGEST_SLEEP = 3600.0
 
@@ -45,35 +47,42 @@ class Signals:
         Number of chunks.
     words
         The caller's own words (anything indexed like a list of ints); None for tilestream's own.
+    bell
+        The condition that notifies of changes, if the signals' owner keeps one.
     """
 
     #: The device of the words.
     device = "cpu"
+    #: Whether a `tilestream.Stream` is the only producer.
+    streamed = False
+    #: For chunks from other ranks: from a chunk to this rank's number and a name of the chunk's source.
+    whose: Callable[[int], tuple[int, str]] | None = None
+    #: For rows by source: from a word to its source and group; -1 for the group: the word of the source's counts.
+    named: Callable[[int], tuple[int, int]] | None = None
+    #: Called when a launch that waited for these signals reports an expired deadline.
+    gave_up: Callable[[], None] | None = None
+    #: For chunks from other ranks: what has been raised of their group; None: these signals fail alone.
+    told: Told | None = None
+    #: Of this epoch's producer: the start of the copy that it is issuing, and the longest that one took to issue.
+    issuing_since: float | None = None
+    longest_issue = 0.0
+    _error: tuple[int, BaseException] | None = None
     _keys = itertools.count(1)
 
-    def __init__(self, count: int, words: MutableSequence[int] | None = None) -> None:
+    def __init__(
+        self, count: int, words: MutableSequence[int] | None = None, bell: threading.Condition | None = None
+    ) -> None:  # fmt: skip
         #: Number of chunks.
         self.count = count
         #: The present epoch: signals of earlier epochs do not count. Always 1 for a caller's own words.
         self.epoch = 1
         #: Whether the call that has seen all chunks writes zeros.
         self.self_reset = words is not None
-        #: Whether a `tilestream.Stream` is the only producer.
-        self.streamed = False
         self._words: MutableSequence[int] = [0] * count if words is None else words
-        self._bell = free_in_child(threading.Condition())  # its lock is reentrant
-        self._error: tuple[int, BaseException] | None = None
+        self._bell = bell or free_in_child(threading.Condition())  # its lock is reentrant
         self._times: list[float | None] = [None] * count
         #: The epochs whose producer's exception has been raised.
         self.raised: set[int] = set()
-        #: For chunks from other ranks: from a chunk to this rank's number and a name of the chunk's source.
-        self.whose: Callable[[int], tuple[int, str]] | None = None
-        #: For rows by source: from a word to its source and group; -1 for the group: the word of the source's counts.
-        self.named: Callable[[int], tuple[int, int]] | None = None
-        #: Called when a launch that waited for these signals reports an expired deadline.
-        self.gave_up: Callable[[], None] | None = None
-        #: For chunks from other ranks: what has been raised of their group; None: these signals fail alone.
-        self.told: Told | None = None
         #: Names these signals in the arguments of a registered op, which takes integers; never reused.
         self.key = next(self._keys)
         sources[self.key] = self
@@ -89,6 +98,18 @@ class Signals:
     def copied(self) -> int:
         """Bytes of a word of the kernel's copies of these chunks; 0 if no kernel copies them."""
         return 0
+
+    @property
+    def held(self) -> float:
+        """See `tilestream.core.error_record.Source`."""
+        since = self.issuing_since
+        longest = max(self.longest_issue, 0.0 if since is None else time.perf_counter() - since)
+        return longest if longest > HELD_SECONDS else 0.0
+
+    @property
+    def linked(self) -> bool:
+        """See `tilestream.core.chunks.Incoming`."""
+        return False
 
     def advance(self) -> int:
         """Begin a new epoch, in which no chunk has arrived yet; returns it.

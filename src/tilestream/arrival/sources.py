@@ -67,13 +67,9 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
         raise ValueError(f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions")
     if source.requires_grad:
         source = source.detach()
-    shape, dtype = source.shape, source.dtype
-
-    def describe() -> str:
-        return f"a CPU tensor {list(shape)} {str(dtype)[6:]}"
-
     if onward:
-        return Source(source, describe, lambda begin, end: ignore, readers=0 if source.is_pinned() else 1)
+        return pinned_source(source, int(not source.is_pinned()))
+    describe = _description(source)
     tensor = _destination(source.shape, source.dtype)
     places = unversioned(tensor)
 
@@ -82,6 +78,21 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
             places[begin:end].copy_(as_rows(source)[begin:end])
 
     return Source(tensor, lambda: f"{describe()}, copied", lambda begin, end: lambda: copy(begin, end))
+
+
+def pinned_source(source: torch.Tensor, readers: int = 0) -> Source:
+    """A tensor on the CPU whose rows are copied directly from its memory to a GPU."""
+    return Source(source, _description(source), claim_nothing, readers=readers)
+
+
+def claim_nothing(begin: int, end: int) -> Job:
+    """The claim of rows that are in place."""
+    return ignore
+
+
+def _description(source: torch.Tensor) -> Callable[[], str]:
+    shape, dtype = source.shape, source.dtype
+    return lambda: f"a CPU tensor {list(shape)} {str(dtype)[6:]}"
 
 
 def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Source:

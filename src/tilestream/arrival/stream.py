@@ -8,7 +8,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, final
 
@@ -18,11 +18,11 @@ from tilestream.arrival import lanes, routed
 from tilestream.arrival.arrival import Arrival, as_device
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.filling import Filling, Issued, Order, countdown
-from tilestream.arrival.landing import DeviceLanding, Landing
+from tilestream.arrival.landing import Ahead, DeviceLanding, Landing
 from tilestream.arrival.signals import Signals
-from tilestream.arrival.sources import Source, file_source, iterator_source, row_count, tensor_source
+from tilestream.arrival.sources import Source, file_source, iterator_source, pinned_source, row_count, tensor_source
 from tilestream.core.arguments import is_one_of, is_whole
-from tilestream.core.chunks import Chunks
+from tilestream.core.chunks import LINK_BYTES, Chunks
 from tilestream.core.errors import kind_of
 from tilestream.core.groups import by_load
 from tilestream.core.schedule import MOST_QUEUES
@@ -40,10 +40,10 @@ CHUNK_BYTES = 8 * 2**20
 #: too few rows they are a multiple of a smaller power of two.
 GPU_ROWS = 256
 
-#: Bytes a second of one copy from pinned memory over PCIe 5.0 (16 lanes), and seconds for which the link idles between
-#: two chunks, at the signal. benchmarks/results/h100/stream.json: 268 MB (134 MB) take 4.84 ms (2.42) in one copy, and
-#: 5.25 ms (2.69) in 32 (16) chunks, about 0.1 ms of which is the host's time before the first chunk.
-LINK_BYTES, CHUNK_SECONDS = 55e9, 10e-6
+#: Seconds for which the link idles between two chunks, at the signal. benchmarks/results/h100/stream.json: 268 MB (134
+#: MB) take 4.84 ms (2.42) in one copy, and 5.25 ms (2.69) in 32 (16) chunks, about 0.1 ms of which is the host's time
+#: before the first chunk.
+CHUNK_SECONDS = 10e-6
 
 #: The sources that `stream_in` takes.
 Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
@@ -83,7 +83,8 @@ class Stream:
 
     def __init__(
         self, arrival: Arrival, source: Source, landing: Landing | None = None, by_kernel: bool = False,
-        order: Order | None = None, route: Route | None = None, turned: bool = False,
+        order: Order | None = None, route: Route | None = None, turned: bool = False, ahead: Ahead | None = None,
+        started: float | None = None,
     ) -> None:  # fmt: skip
         self._source, self._landing = source, landing or Landing(source.tensor)
         self._order, self._route = order, route
@@ -97,7 +98,7 @@ class Stream:
         if by_kernel and self.tensor.numel():
             self._copies = cast("DeviceLanding", self._landing).offer(self._chunks, arrival.pivot)
             cast("DeviceSignals", arrival._signals).copies = self._copies
-        self._begin()
+        self._begin(ahead, started)
 
     def __del__(self) -> None:
         if hasattr(self, "_self"):
@@ -115,13 +116,13 @@ class Stream:
         if self._memory:
             open_streams[self._memory] = self._self
 
-    def _begin(self) -> None:
-        self.started = time.perf_counter()
+    def _begin(self, ahead: Ahead | None = None, started: float | None = None) -> None:
+        self.started = time.perf_counter() if started is None else started
         self._open()
         self._filling: Filling | Issued | routed.Routed | None = None
         if self._copies is not None:
             return
-        if not self._source.readers and self._order is None and self._fill():
+        if not self._source.readers and self._order is None and self._fill(ahead):
             return
         if isinstance(self._landing, DeviceLanding):
             if isinstance(self._order, routed.OffsetsCopy):
@@ -132,11 +133,11 @@ class Stream:
             cast("DeviceSignals", self.arrival._signals).retire()  # the lane's earlier launches
         self._filling = Filling(self.arrival, self._chunks, self._source, self._landing, self._order)
 
-    def _fill(self) -> bool:
+    def _fill(self, ahead: Ahead | None) -> bool:
         """Issue all copies at once, if the driver can copy the source's rows directly; whether it can."""
         signals = self.arrival._signals
         try:
-            if not self._landing.fill(self._chunks, self.arrival.pivot, signals):
+            if not self._landing.fill(self._chunks, self.arrival.pivot, signals, ahead):
                 return False
         except Exception as error:  # the error must reach the call that waits for the rest
             cast("DeviceSignals", signals).retire()
@@ -432,6 +433,12 @@ def stream_in(
     >>> with ts.stream_in("activations.safetensors", tensor="x") as x:  # doctest: +SKIP
     ...     y = ts.matmul(x, w)
     """
+    alike = None
+    others = tensor, bounds, shape, dtype, direct
+    if type(source) is torch.Tensor and copies == "engine" and others == (None,) * 5:
+        alike = _alike(source, rows_per_chunk, pivot, device)
+        if alike is not None and (made_again := _again(alike, source)) is not None:
+            return made_again
     if not is_one_of(copies, ("engine", "kernel")):
         raise ValueError(f"stream_in: copies={copies!r}; it must be 'engine' or 'kernel'")
     target = target_of("stream_in", source, device)
@@ -474,6 +481,10 @@ def stream_in(
             raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
         if target.type == "cpu":
             return Stream(arrival.with_signals(Signals(arrival.num_chunks)), made)
+        if alike is not None and not made.readers and of.is_contiguous():
+            if len(_made) >= _MOST_MADE:
+                _made.clear()
+            _made[alike] = arrival, target
         return onto(target, made, arrival, copies == "kernel")
     except BaseException:
         made.close()
@@ -482,18 +493,66 @@ def stream_in(
 
 def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool, **more: Any) -> Stream:
     """A stream to a GPU with the chunks of ``chunked``; ``more``: see `Stream`."""
+    with on_device(device):
+        return _onto(device, source.tensor, lambda: source, chunked, by_kernel, **more)
+
+
+def _onto(
+    device: torch.device, host: torch.Tensor, source_of: Callable[[], Source], chunked: Arrival, by_kernel: bool,
+    is_ahead: bool = False, **more: Any,
+) -> Stream:  # fmt: skip
+    """As `onto`, to the current device. ``is_ahead``: ``host`` is pinned and in one piece, and is copied at once."""
     from tilestream.arrival.device import DeviceSignals
 
-    with on_device(device):
-        lane = lanes.take(chunked.num_chunks, device, torch._C._cuda_getCurrentRawStream(device.index))
-        try:
-            signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
-        except BaseException:
-            lanes.drop(lane)
-            raise
-        return Stream(
-            chunked.with_signals(signals), source, DeviceLanding(source.tensor, device, lane), by_kernel, **more
-        )
+    lane = lanes.take(chunked.num_chunks, device, torch._C._cuda_getCurrentRawStream(device.index))
+    try:
+        landing = DeviceLanding(host, device, lane, is_ahead or None)
+        if is_ahead:
+            more["started"] = time.perf_counter()
+            more["ahead"] = landing.issue(
+                chunked.chunks(row_count(host)), chunked.pivot, lane.words.address, lane.epoch + 1
+            )
+        signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
+    except BaseException:
+        lanes.drop(lane)
+        raise
+    return Stream(chunked.with_signals(signals), source_of(), landing, by_kernel, **more)
+
+
+#: Shape and dtype of a pinned source; its rows of a chunk, pivot and device as they were given; the current device.
+_Alike = tuple[torch.Size, torch.dtype, int | None, int, str | torch.device | None, int]
+
+#: The chunks of streams of pinned tensors that were made, and the device. They are final, as what they depend on is.
+_made: dict[_Alike, tuple[Arrival, torch.device]] = {}
+_MOST_MADE = 256
+
+
+def _alike(source: torch.Tensor, rows_per_chunk: object, pivot: object, device: object) -> _Alike | None:
+    """What decides the chunks of a whole dense tensor; None if `stream_in` has to look at the arguments."""
+    if (
+        (rows_per_chunk is not None and type(rows_per_chunk) is not int) or type(pivot) is not int
+        or not (device is None or type(device) in (str, torch.device)) or source.is_nested or source.requires_grad
+        or source.layout is not torch.strided or source.device.type != "cpu" or not torch.cuda.is_initialized()
+    ):  # fmt: skip
+        return None
+    return source.shape, source.dtype, rows_per_chunk, pivot, device, torch.cuda.current_device()  # type: ignore[return-value]
+
+
+def _again(alike: _Alike, source: torch.Tensor) -> Stream | None:
+    """The stream of a pinned tensor that is like an earlier stream's, which `stream_in` has checked; None for another.
+
+    The copies are issued first, and everything that the host needs is made while the first of them is under way.
+    """
+    found = _made.get(alike)
+    if found is None:
+        return None
+    chunked, device = found
+    if (
+        device.index != alike[-1] or not source.is_contiguous() or not source.is_pinned()
+        or torch.cuda.is_current_stream_capturing()
+    ):  # fmt: skip
+        return None
+    return _onto(device, source, lambda: pinned_source(source), chunked, False, is_ahead=True)
 
 
 def target_of(op: str, source: Streamable, device: str | torch.device | None) -> torch.device:

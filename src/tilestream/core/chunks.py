@@ -18,6 +18,10 @@ from tilestream.core.grid import INT31
 #: Chunks of an arrival: the host keeps a few words of each.
 MOST_CHUNKS = 2**24
 
+#: Bytes a second of one copy from pinned memory over PCIe 5.0 (16 lanes): benchmarks/results/h100/stream.json, 268 MB
+#: in 4.84 ms.
+LINK_BYTES = 55e9
+
 
 def chunk_of(row: int, rows_per_chunk: int) -> int:
     """The chunk that brings ``row``, where all chunks but the last bring ``rows_per_chunk`` rows."""
@@ -125,11 +129,13 @@ class Incoming:
     #: Bytes of the words in which the kernel may make the copies itself; 0 where something else makes them.
     copied: int = 0
     own_words: bool = False  # of an output's chunks: whether they are signalled by words of the caller's own
+    #: Whether a `tilestream.Stream` has a copy engine bring them, at `LINK_BYTES` a second at most.
+    linked: bool = False
 
     @property
     def chunking(self) -> tuple[object, ...]:
         """What a launch depends on: not the epoch, nor the signals."""
-        return self.pivot, self.chunks.count, self.chunks.rows_per_chunk or self.chunks.bounds, self.copied
+        return self.pivot, self.chunks.count, self.chunks.rows_per_chunk or self.chunks.bounds, self.copied, self.linked
 
 
 @runtime_checkable

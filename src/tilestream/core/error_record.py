@@ -54,6 +54,10 @@ class Source(Protocol):
     gave_up: Callable[[], None] | None
 
     @property
+    def held(self) -> float:
+        """Seconds that the driver has held up a copy of this epoch's producer; 0: no longer than a copy takes."""
+
+    @property
     def epoch(self) -> int:
         """The present epoch."""
 
@@ -124,7 +128,8 @@ class Record(NamedTuple):
         if signals is not None and signals.gave_up is not None:
             signals.gave_up()
         error = ArrivalTimeout(
-            op, self.worker, self.chunk, item, self.waited * 1e-9, self.allowed * 1e-9, rank, argument, source
+            op, self.worker, self.chunk, item, self.waited * 1e-9, self.allowed * 1e-9, rank, argument, source,
+            0.0 if signals is None else signals.held,
         )  # fmt: skip
         error.__cause__ = cause
         return error

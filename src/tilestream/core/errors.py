@@ -53,14 +53,16 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
     source, group : int or None
         Of a `tilestream.SourceArrival`: the source and the group whose rows did not arrive; ``group`` is None if it is
         the source's counts. Else both are None.
+    held : float
+        Seconds that the driver held up a copy of a stream's producer; 0 if it held up none.
     """
 
     def __init__(
         self, op: str, worker: int, chunk: int, item: str, waited: float, deadline: float, rank: int | None = None,
-        argument: str = "arrival", source: tuple[int, int] | None = None,
+        argument: str = "arrival", source: tuple[int, int] | None = None, held: float = 0.0,
     ) -> None:  # fmt: skip
         self.op, self.worker, self.chunk, self.item = op, worker, chunk, item
-        self.waited, self.deadline, self.rank, self.argument = waited, deadline, rank, argument
+        self.waited, self.deadline, self.rank, self.argument, self.held = waited, deadline, rank, argument, held
         self.source: int | None = None
         self.group: int | None = None
         what = f"chunk {chunk}"
@@ -68,17 +70,24 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
             self.source, self.group = source[0], source[1] if source[1] >= 0 else None
             what = source_name(*source) if self.group is not None else f"counts of {source_name(*source)}"
         where = f"rank {rank}, worker {worker}" if rank is not None else f"worker {worker}"
+        way_out = "Check that the chunk's producer runs and signals it, or pass a larger deadline="
+        if held:
+            way_out = (
+                f"The driver held up a copy of its producer for {held:.3f} s: while a thread copies from the GPU to "
+                "pageable memory (tolist(), cpu(), numpy()) on the default stream, other threads' copies wait. Wait "
+                "for the chunks before that (stream.wait()), or copy on another stream"
+            )
         super().__init__(
             f"{op}: {argument}'s {what} did not arrive within the deadline of {deadline:g} s: {where} waited "
-            f"{waited:.3f} s for it; first item not taken: {item}. What was not computed is NaN. Check that the "
-            "chunk's producer runs and signals it, or pass a larger deadline="
+            f"{waited:.3f} s for it; first item not taken: {item}. What was not computed is NaN. "
+            f"{way_out}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         where = (self.op, self.worker, self.chunk, self.item)
         group = -1 if self.group is None else self.group
         source = None if self.source is None else (self.source, group)
-        return type(self), (*where, self.waited, self.deadline, self.rank, self.argument, source)
+        return type(self), (*where, self.waited, self.deadline, self.rank, self.argument, source, self.held)
 
 
 class ProducerStopped(TilestreamError):
