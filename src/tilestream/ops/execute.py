@@ -256,7 +256,8 @@ def _check_chunks(plan: Plan, x: GemmOperands, rows: FlatArrival | None, columns
     """Raise unless the arrivals have the chunks, the pivot and the copies that the plan was made for."""
     asked, planned = problem_of(x, rows, columns), plan.problem
     of_asked, of_planned = (
-        (*(one and replace(one, copied=0) for one in (p.rows, p.columns)), p.row_of_batch) for p in (asked, planned)
+        (*(one and replace(one, copied=0, linked=False) for one in (p.rows, p.columns)), p.row_of_batch)
+        for p in (asked, planned)
     )
     if of_asked != of_planned:
         raise ValueError("arrival: not the chunks and pivot that the plan was made for; make a plan with this arrival")

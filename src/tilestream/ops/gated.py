@@ -87,7 +87,7 @@ class Gate(NamedTuple):
             if not isinstance(found, DeviceSignals) or found.index != device or found.copies is not None:
                 return None
             signals.append(found)
-            chunking.append(number(one.pivot, one.num_chunks, one.rows_per_chunk, one.bounds))
+            chunking.append(number(one.pivot, one.num_chunks, one.rows_per_chunk, one.bounds, found.linked))
         of_rows, of_columns, published = signals
         local = None if of_rows is None else of_rows.local_rows
         chunking.append(0 if local is None else number(

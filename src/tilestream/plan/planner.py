@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
 from tilestream.core.stream_k import remainder_tiles
-from tilestream.plan import experimental, invariance, realign, tuned
+from tilestream.plan import experimental, invariance, linked, realign, tuned
 from tilestream.plan.additions import MMA, additions
 from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import FREE, ONE_TILE, Asked, Candidate, Forced, Refusal
@@ -70,6 +70,10 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
             refused += others
     ranking, why = ranked(found), f"least of {len(found)} candidates in the cost model"
     choice = Choice(problem, name, ranking, fastest(ranking))
+    if not on_cpu and ranking and (incoming := linked.linked(problem)) is not None:
+        best = fastest(linked.first_to_end(problem, incoming, ranking))
+        if best is not choice.best:
+            choice, why = replace(choice, best=best), f"of {len(found)} candidates the first to end behind the link"
     if entry is not None:
         choice, why, other = choice.as_measured(entry, why)
         refused += other
@@ -475,4 +479,7 @@ class Choice:
 
     def _costs(self, other: Candidate, name: str) -> str:
         theirs, best = number(other.predicted * 1e3), number(self.best.predicted * 1e3)
-        return f"the cost model expects {theirs} ms, {name} {best} ms"
+        late = ""
+        if other.predicted < self.best.predicted and linked.linked(self.problem) is not None:
+            late = ", without the link; its last tiles end later"
+        return f"the cost model expects {theirs} ms, {name} {best} ms{late}"
