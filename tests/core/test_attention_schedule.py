@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -196,6 +196,21 @@ class TestShares:
         low, _, _, high = on_int31(attention.share_of_keys, begin, begin, end, end, shares, share)
         assert low == begin + integers.part_begin(count, shares, share)
         assert high - low == integers.part_size(count, shares, share)
+
+    @given(st.data(), int31(0, 2**20), int31(0, 2**25), int31(1, 2**23 - 1))
+    def test_late_shares_are_the_blocks_in_order_and_grow_with_the_place(self, data, begin, count, places):
+        """Whatever the bounds: each begins where the one before may end at most."""
+        inner = sorted(data.draw(st.lists(int31(0, 256), min_size=1, max_size=7)))
+        bounds = [(0, 0), *((at, after - at) for at, after in pairwise([*inner, 256])), (256, 0)]
+        place = data.draw(int31(0, places - 1))
+        here = [on_int31(attention.late_bound, begin, begin + count, *bound, place, places) for bound in bounds]
+        assert (here[0], here[-1]) == (begin, begin + count)
+        assert here == sorted(here)
+        later = data.draw(int31(place, places - 1))
+        then = [on_int31(attention.late_bound, begin, begin + count, *bound, later, places) for bound in bounds]
+        assert all(one <= other for one, other in zip(here, then, strict=True))
+        for bound, at in zip(bounds, here, strict=True):
+            assert abs(at - begin - count * (bound[0] + bound[1] * place / places) / 256) <= count / 256 + 1
 
 
 def list_of(lengths, heads, positions):

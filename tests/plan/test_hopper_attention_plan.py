@@ -271,10 +271,32 @@ def test_splits_out_of_range(splits):
 
 
 @pytest.mark.parametrize(
+    ("rows", "keys", "growth"),
+    # The link is slower than attention, about as fast, and faster: the last keys, or the first ones, are few.
+    [(2048, 65536, 0.625), (4096, 32768, 1.5), (8192, 16384, 2.0), (256, 65536, 0.625)],
+)
+def test_shares_of_keys_that_arrive_grow_as_attention_is_slower_than_the_link(rows, keys, growth):
+    coming = Incoming(Chunks.uniform(keys, 1024))
+    made = plan(replace(DECODE, seqlen_q=rows, seqlen_k=keys, heads_q=32, keys=coming), splits=4)
+    assert made.shares == 4
+    (first, *more, last) = zip(made.late[::2], made.late[1::2], strict=True)
+    assert (first, last) == ((0, 0), (256, 0))
+    ends = [0, *(now for now, _ in more), 256]
+    assert [step for _, step in more] == [later - now for now, later in itertools.pairwise(ends[1:])]
+    sizes = [later - now for now, later in itertools.pairwise(ends)]
+    assert all(abs(after - growth * size) <= 3 for size, after in itertools.pairwise(sizes))
+    assert "shares that end at" in made.explain()
+    there = plan(replace(DECODE, seqlen_q=rows, seqlen_k=keys, heads_q=32), splits=4)
+    assert (there.shares, there.late) == (4, ())
+    assert made.key_order != there.key_order
+
+
+@pytest.mark.parametrize(
     ("change", "shares"),
     [
-        ({}, 4),  # 68 MB of scratch each
-        ({"heads_q": 8}, 8),
+        ({}, 6),  # 68 MB of scratch each
+        ({"heads_q": 8}, 6),
+        ({"seqlen_q": 8192}, 3),
         ({"seqlen_q": 32768}, 1),  # too much scratch for two
         ({"keys": Incoming(Chunks.uniform(32768, 16384))}, 2),
         ({"keys": Incoming(Chunks.uniform(32768, 32768))}, 1),

@@ -113,6 +113,18 @@ def share_of_keys(
     return low, min(high, max(low, plain_begin)), min(high, max(low, plain_end)), high
 
 
+def late_bound(begin: int, end: int, now: int, step: int, place: int, places: int) -> int:
+    """The key block where a share of a tile's keys begins, or ends, if keys arrive.
+
+    A share's items are taken one after the other, while more keys come. So the tile at a later ``place`` of ``places``
+    has more keys in the share: between ``now`` and ``now + step`` 256ths of its key blocks [begin, end) lie before the
+    bound.
+    """
+    at = now + step * place // places
+    blocks = end - begin
+    return begin + blocks // 256 * at + blocks % 256 * at // 256
+
+
 def comes_before(keys: int, sequence: int, other_keys: int, other: int) -> int:
     """1 if a sequence comes before another in a varlen call's list, else 0: the longest first, ties in order.
 

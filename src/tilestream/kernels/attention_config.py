@@ -20,6 +20,7 @@ class AttentionConfig(ScheduleConfig):
     PACK: int  # query heads, of one K/V head, in a tile's rows
     PAGE: int  # keys of a page; 0: keys are not in pages
     SPLIT_KEYS: bool  # whether a tile's keys are split into shares
+    LATE: tuple[int, ...]  # the bounds of shares of keys that arrive: see `AttentionCandidate.late`
     TOP_LEFT: bool  # whether the diagonal begins in the top left corner
     #: LEFT, RIGHT: whether the window has a bound on the left, and on the right.
     LEFT: bool
@@ -56,6 +57,7 @@ class AttentionConfig(ScheduleConfig):
             "PACK": plan.pack,
             "PAGE": p.page_size,
             "SPLIT_KEYS": plan.shares > 1,
+            "LATE": plan.late,
             "TOP_LEFT": p.alignment == "top_left",
             "LEFT": p.left is not None,
             "RIGHT": p.right is not None,

@@ -74,15 +74,19 @@ class KeyOrder:
         Whether the last block is first.
     shares
         The number of shares into which a tile's blocks are split.
+    late
+        The bounds of shares that are not equal, as `AttentionCandidate.late` has them.
     """
 
     unit: str
     block: int
     downwards: bool = False
     shares: int = 1
+    late: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        split = f", a tile's blocks in {self.shares} shares" if self.shares > 1 else ""
+        uneven = " uneven" if self.late else ""
+        split = f", a tile's blocks in {self.shares}{uneven} shares" if self.shares > 1 else ""
         return f"{self.unit}, blocks of {self.block} keys, the {'last' if self.downwards else 'first'} first{split}"
 
 
@@ -137,4 +141,4 @@ def key_order(device: DeviceProperties, backend: str, problem: AttentionProblem,
     unit = backend
     if (backend, device.arch) != ("hopper", COMPARED):
         unit = f"{backend} {found.variant} {found.block[0]}x{found.block[1]}, {found.warps} warps"
-    return KeyOrder(unit, found.block[1], found.downwards, found.shares)
+    return KeyOrder(unit, found.block[1], found.downwards, found.shares, found.late)

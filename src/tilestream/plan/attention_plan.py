@@ -37,6 +37,9 @@ class AttentionCandidate:
     warps: int = 0
     stages: int = 0
     shares: int = 1  # shares of a tile's keys; a second launch joins their outputs
+    #: Of shares of keys that arrive: ``now`` and ``step`` of `tilestream.core.attention.late_bound` for the begin of
+    #: each share and the end of the last, one pair behind the other. Empty: the shares are equal.
+    late: tuple[int, ...] = ()
     downwards: bool = False  # whether the last block of keys is taken first
     #: strips: strips of the columns of V, each with a program of its own, after a launch for the scores of all keys and
     #: one for their weights; 0: values are taken with the keys.
@@ -206,7 +209,11 @@ def _schedule(plan: AttentionPlan) -> Iterator[tuple[str, str]]:
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind == "dynamic" else ""
     yield "tiles", f"{tiles}, each of {each}{plan.block[0]} rows; {plan.block[1]} keys a block"
     if plan.shares > 1:
-        yield "split", f"keys of a tile in {plan.shares} shares, whose outputs a second launch joins"
+        uneven = ""
+        if plan.late:
+            ends = (f"{at / 256:.2f}" for at in plan.late[2::2])
+            uneven = f" that end at {', '.join(ends)} of its keys, later ones of later tiles"
+        yield "split", f"keys of a tile in {plan.shares} shares{uneven}, whose outputs a second launch joins"
     yield "schedule", f"{schedule.kind}, {schedule.workers} workers{queues}"
     yield "raster", f"longest first, {plan.group} {heads} at a time"
 

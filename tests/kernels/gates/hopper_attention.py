@@ -53,6 +53,12 @@ HOWS: dict[str, dict[str, Any]] = {
         "promises": True,
     },
     "arriving, window": {**_WINDOW, **_PACKED, **_RAGGED, "return_lse": True},
+    "arriving, shares": {
+        "causal": True,
+        "return_lse": True,
+        "keys": Incoming(Chunks.uniform(4 * 2048, 100)),
+        "splits": 3,
+    },
     "arriving, split": {**_WINDOW, **_PACKED, **_RAGGED, "splits": 3},
     "worst": {**_WORST, "return_lse": True},
     "fp8": {**_FP8, "causal": True, "return_lse": True},

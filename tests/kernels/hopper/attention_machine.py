@@ -232,6 +232,7 @@ class Machine:
             "reciprocal": lambda x: of(np.float32(1) / np.asarray(x)),
             "cdiv": integers.cdiv, "longest_first": raster.longest_first, "key_blocks": rules.key_blocks,
             "diagonal": rules.diagonal, "halved": rules.halved, "share_of_keys": rules.share_of_keys,
+            "late_bound": rules.late_bound,
             "blocks_of_part": rules.blocks_of_part,
             "fenced": self.fenced, "is_over": self.is_over, "pass_keys": self.pass_keys,
             "begin_span": lambda _, tile, worker: self.spans.append(("begin", tile, worker)),

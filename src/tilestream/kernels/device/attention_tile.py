@@ -23,6 +23,20 @@ from tilestream.kernels.device.varlen import place_of, rows_of
 diagonal = device(attention.diagonal)
 share_of_keys = device(attention.share_of_keys)
 key_blocks = device(attention.key_blocks)
+late_bound = device(attention.late_bound)
+
+
+@triton.jit
+def late_bounds(begin, end, share, place, places, C: tl.constexpr):
+    """The key blocks ``[low, high)`` of a share of a tile's keys that arrive, by the bounds in ``C.LATE``."""
+    zero = begin * 0
+    now, step, then, more = zero, zero, zero, zero
+    for i in tl.static_range(0, len(C.LATE) // 2 - 1):
+        if share == i:
+            now, step = zero + C.LATE[2 * i], zero + C.LATE[2 * i + 1]
+            then, more = zero + C.LATE[2 * i + 2], zero + C.LATE[2 * i + 3]
+    low = late_bound(begin, end, now, step, place, places)
+    return low, late_bound(begin, end, then, more, place, places)
 
 
 @triton.jit
@@ -84,9 +98,20 @@ def locate_tile(found, item, extents, group, C: tl.constexpr):
             # A sequence's first keys come before its later ones, which may not have arrived.
             share = head // heads
             head = head % heads
-            begin, plain_begin, plain_end, end = share_of_keys(
-                begin, plain_begin, plain_end, end, extents.shares, share
-            )
+            if len(C.LATE) > 0:
+                # The tile's place among those of its share, in the raster's order.
+                rows = cdiv(queries, C.POSITIONS)
+                first = head // group * group
+                place = first * rows + (rows - 1 - block) * tl.minimum(group, heads - first) + head - first
+                low, high = late_bounds(begin, end, share, place, tl.maximum(1, heads * rows), C)
+                begin, plain_begin, plain_end, end = (
+                    low, tl.minimum(high, tl.maximum(low, plain_begin)), tl.minimum(high, tl.maximum(low, plain_end)),
+                    high,
+                )  # fmt: skip
+            else:
+                begin, plain_begin, plain_end, end = share_of_keys(
+                    begin, plain_begin, plain_end, end, extents.shares, share
+                )
         causal_offset_right = diagonal_k - diagonal_q + right + 1
         causal_offset_left = diagonal_k - diagonal_q - left
     return found, Tile(

@@ -10,8 +10,10 @@ and end are added. The rates are of an H100's units; only the order of candidate
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import NamedTuple
 
+from tilestream.core.chunks import LINK_BYTES
 from tilestream.core.device import DeviceProperties
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind
@@ -78,7 +80,11 @@ MOST_OF_BANDWIDTH = 2.0
 #: The most shares of a tile's keys; the fewest blocks of a share, unless the caller gives the number of shares.
 MOST_SHARES, _LEAST_BLOCKS = 128, 2
 #: The most shares if keys arrive, and the most bytes of their scratch, which is written and read.
-ARRIVING_SHARES, SCRATCH_BYTES = 8, 320 * 2**20
+ARRIVING_SHARES, SCRATCH_BYTES = 6, 400 * 2**20
+#: What a share of keys that arrive may have of the share before it: see `late_shares`.
+GROWTHS = (0.625, 1.0, 1.5, 2.0)
+#: How much faster shares grow than a share's time does: later tiles of a share have more keys than its first.
+SKEWED = 1.25
 #: The shares of the nominal rates that kernels reach.
 EFFICIENCY, MEMORY_EFFICIENCY = 0.965, 0.86
 
@@ -258,6 +264,26 @@ def shares_of(problem: AttentionProblem, tiles: int, blocks: float, workers: int
     return [1, *sorted(shares for shares in found if shares > 1 and not unsplit(problem, shares))]
 
 
+def late_shares(problem: AttentionProblem, shares: int, seconds: float) -> tuple[int, ...]:
+    """The bounds of a tile's shares if keys arrive: `AttentionCandidate.late`.
+
+    A worker idles until the first share's keys have come, and the last share is left when all have. While the items of
+    a share are done, the next one's keys should come. So sizes are in a ratio, of attention's ``seconds`` to those of
+    the keys on the link. A share's items are done one after the other, and a later one finds more keys than the first:
+    the bounds move with the tile's place, from one to the next.
+    """
+    if problem.keys is None or shares == 1:
+        return ()
+    row = problem.heads_kv * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    ratio = SKEWED * seconds * LINK_BYTES / max(1, problem.keys.chunks.rows * row)
+    growth = min(GROWTHS, key=lambda one: abs(one - ratio))
+    sizes = [growth**share for share in range(shares)]
+    ends = [round(256 * sum(sizes[: share + 1]) / sum(sizes)) for share in range(shares)]
+    steps = [later - end for end, later in pairwise(ends)]
+    inner = chain.from_iterable(zip(ends[:-1], steps, strict=True))
+    return (0, 0, *inner, 256, 0)
+
+
 def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
     """Why this kernel does not support a problem; empty if it does."""
     p = problem
@@ -356,7 +382,7 @@ def candidates(
             seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers, shares)
             yield AttentionCandidate(
                 variant or variant_of(problem, tile.consumers), (rows, tile.block), schedule, seconds, pack, 4, stages,
-                shares, downwards=promises or problem.keys is None,
+                shares, late_shares(problem, shares, seconds), downwards=promises or problem.keys is None,
             )  # fmt: skip
 
 
