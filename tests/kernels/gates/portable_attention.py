@@ -17,12 +17,16 @@ from gates.portable_gemm import common_rules
 from tilestream.core.chunks import Chunks
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.portable.attention import attention
-from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
+from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares, merge_shares_of_rows
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.portable.attention_arguments import (
+    FEW_SHARES,
+    MANY_ROWS,
     PAIR_WARPS,
+    ROWS_WARPS,
     AttentionArguments,
     merge_shape,
+    merged_rows,
     padded,
     pair_arguments,
 )
@@ -73,6 +77,10 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
     for arch, columns in itertools.product(DEVICES, SHARES):
         if (arch not in NOT_RUN or columns == 128) and is_wanted(arch, f"merge of {columns} columns"):
             yield Case(arch, f"merge of {columns} columns", None, None, (merge_source, columns))
+        if arch == "sm_90a" and is_wanted(
+            arch, f"merge of rows of {columns} columns"
+        ):  # no other GPU has so few shares
+            yield Case(arch, f"merge of rows of {columns} columns", None, None, (merge_rows_source, columns))
     for arch, (columns, dtype) in itertools.product(DEVICES, PAIRS):
         left_out = arch in NOT_RUN and (columns, dtype) != (128, "bfloat16")
         if not left_out and is_wanted(arch, f"pair of {columns} columns {dtype}"):
@@ -149,6 +157,14 @@ def merge_source(columns: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     together, warps = merge_shape(MERGED, padded(columns))
     numbers = (MERGED, 128, 4, 32, 4096, 4096, columns, 128, 32, 4, columns, padded(columns), together)
     return merge_shares, (*given, *numbers), {"num_warps": warps}
+
+
+def merge_rows_source(columns: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The launch that joins the most shares of many rows, of so many columns."""
+    given = (*[pointer("float32")] * 2, pointer("bfloat16"), pointer("float32"), pointer("float32"))
+    rows = merged_rows(MANY_ROWS, FEW_SHARES, padded(columns))
+    numbers = (FEW_SHARES, 128, 4, 32, 4096, 4096, columns, 128, 32, 4, columns, padded(columns), rows)
+    return merge_shares_of_rows, (*given, *numbers), {"num_warps": ROWS_WARPS}
 
 
 def pair_source(columns: int, dtype: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

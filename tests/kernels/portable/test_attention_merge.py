@@ -11,7 +11,7 @@ from attention_operands import joined
 from error_rule import passes
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands, MergeOperands
-from tilestream.launch.portable import attention_launch
+from tilestream.launch.portable import attention_arguments, attention_launch
 from tilestream.launch.portable.attention_arguments import pair_arguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_merge import formula
@@ -45,8 +45,11 @@ def operands(varlen: bool, dim: int, layout: str, sinks: bool | float | torch.dt
 # 100: above all scores, and beyond what exp takes
 @pytest.mark.parametrize("sinks", [False, True, 100.0, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
-@pytest.mark.parametrize(("shares", "dim"), [(2, 64), (7, 40), (35, 16)])
-def test_shares_are_joined(shares, dim, layout, sinks):
+@pytest.mark.parametrize(("shares", "dim", "many"), [(2, 64, 0), (7, 40, 0), (35, 16, 0), (2, 128, 60), (7, 40, 60)])
+def test_shares_are_joined(shares, dim, many, layout, sinks, monkeypatch):
+    """``many``: so many rows are many, of which a program adds several; 60 are no multiple of 8 or 16."""
+    if many:
+        monkeypatch.setattr(attention_arguments, "MANY_ROWS", many)
     varlen = layout == "packed"
     plan, x = plan_of(shares, varlen, dim), operands(varlen, dim, layout, sinks)
     launch = attention_launch.MergeLaunch(plan, layout_of(x))

@@ -6,11 +6,11 @@ The formula, for any number of parts::
     out = sum of weight * out / (sum of weight + exp(sink - top));  lse = top + ln (that sum)
 
 `merge_pair` joins two attentions of the caller. `merge_shares` joins the shares of a split: with fewer tiles than
-workers, a tile's keys are split into shares. A share is a work item, with a float32 output and log-sum-exp in scratch.
-`merge_shares` runs after the kernel that computes them, and adds them in a fixed order. So each run gives the same
-bits, and no worker waits for another. With stream-K's rule the last of a tile's workers would add: this would save a
-launch of 2 to 3 us, but cost each consumer of the Hopper kernel registers for the loop. A kernel with split keys is
-bound by reading them, and the shares are in L2.
+workers, or with keys that arrive, a tile's keys are split into shares. A share is a work item, with a float32 output
+and log-sum-exp in scratch. `merge_shares`, or `merge_shares_of_rows` for many rows, runs after the kernel that computes
+them, and adds them in a fixed order. So each run gives the same bits, and no worker waits for another. With stream-K's
+rule the last of a tile's workers would add: this would save a launch of 2 to 3 us, but cost each consumer of the Hopper
+kernel registers for the loop. A kernel with split keys is bound by reading them, and the shares are in L2.
 
 Source of the split: Dao et al., "Flash-Decoding" (2023).
 """
@@ -106,6 +106,50 @@ def merge_shares(
     if lse is not None:
         logs = lse_of(total, base)
         tl.store(lse + (sequence * lb + position.to(tl.int64) * ls + head.to(tl.int64) * lh), logs)
+
+
+@triton.jit(
+    do_not_specialize=("rows", "positions", "heads", "ob", "os", "oh", "lb", "ls", "lh"),
+    do_not_specialize_on_alignment=("out", "lse", "sinks"),
+)
+def merge_shares_of_rows(
+    partials, sums, out, lse, sinks, SHARES: tl.constexpr, rows, positions, heads, ob, os, oh, lb, ls, lh,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`merge_shares` for many rows and few shares: a program adds ``ROWS`` rows, one share behind the other.
+
+    With a program a row, 2 shares of 8192 rows of 32 heads took 0.17 ms of an H200, twice the time of their bytes.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    head = row % heads
+    column = tl.arange(0, COLUMNS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + head).to(tl.float32)
+    for share in tl.static_range(SHARES):
+        logs = tl.load(sums + (tl.cast(share, tl.int64) * rows + row), mask=inside, other=float("-inf"))
+        top = tl.maximum(top, logs)
+    base = base_of(top)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        total = weight_of(tl.load(sinks + head).to(tl.float32), base)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    whole_rows = inside[:, None] & (column < DV)[None, :]
+    for share in tl.static_range(SHARES):
+        lies = tl.cast(share, tl.int64) * rows + row
+        weight = weight_of(tl.load(sums + lies, mask=inside, other=float("-inf")), base)
+        part = tl.load(partials + (lies[:, None] * DV + column[None, :]), mask=whole_rows, other=0.0)
+        acc += weight[:, None] * part
+        total += weight
+    position = row // heads % positions
+    sequence = (row // heads // positions).to(tl.int64)
+    out_at = out + (sequence * ob + position.to(tl.int64) * os + head.to(tl.int64) * oh)
+    made = (acc / divisor_of(total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out_at[:, None] + column[None, :], made, mask=whole_rows)
+    if lse is not None:
+        lse_at = lse + (sequence * lb + position.to(tl.int64) * ls + head.to(tl.int64) * lh)
+        tl.store(lse_at, lse_of(total, base), mask=inside)
 
 
 @triton.jit

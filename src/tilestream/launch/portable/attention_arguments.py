@@ -24,7 +24,10 @@ _PAIR, _PAIR_COLUMNS = 2048, 256
 
 #: The most shares that a joining program reads at a time, and of how many elements a warp of it has its part.
 TOGETHER, ELEMENTS = 16, 2048
-#: Warps of a program that joins two attentions.
+#: The least rows, and the most shares, of which a joining program adds several rows: of so many elements.
+MANY_ROWS, FEW_SHARES, ELEMENTS_OF_ROWS = 1 << 15, 8, 1024
+#: Warps of a program that adds several rows; and of one that joins two attentions.
+ROWS_WARPS = 4
 PAIR_WARPS = 4
 
 
@@ -67,6 +70,14 @@ def _alignment(dtype: str, *strides: Strides) -> int:
     """The number of elements in 16 bytes if strides are multiples of it, else 1. Triton checks addresses itself."""
     elements = 16 // ITEMSIZE[dtype]
     return elements if all(stride % elements == 0 for each in strides for stride in each) else 1
+
+
+def merged_rows(rows: int, shares: int, columns: int) -> int:
+    """The rows that a program of the merge adds, of so many padded columns; 1: see `merge_shape`.
+
+    Few rows are a program each, so that all SMs have some. More shares are read together, not one behind the other.
+    """
+    return max(1, ELEMENTS_OF_ROWS // columns) if rows >= MANY_ROWS and shares <= FEW_SHARES else 1
 
 
 def merge_shape(shares: int, columns: int) -> tuple[int, int]:

@@ -10,14 +10,16 @@ from tilestream.arrival.flat import Awaited
 from tilestream.core.integers import cdiv
 from tilestream.core.operands import AttentionOperands, MergeOperands
 from tilestream.kernels.device.varlen import PLACED, list_sequences
-from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
+from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares, merge_shares_of_rows
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.gate import bounds_of
 from tilestream.launch.launch import Kernel, Launch, Probe, Table, records_of
 from tilestream.launch.portable.attention_arguments import (
     PAIR_WARPS,
+    ROWS_WARPS,
     AttentionArguments,
     merge_shape,
+    merged_rows,
     padded,
     pair_arguments,
 )
@@ -77,9 +79,13 @@ class MergeLaunch:
         positions = p.tokens_q if p.varlen else p.seqlen_q
         self._numbers = (plan.shares, self._rows, positions, p.heads_q, *layout.out, *lse)
         columns = padded(p.head_dim_v)
+        rows = merged_rows(self._rows, plan.shares, columns)
         together, warps = merge_shape(plan.shares, columns)
+        kernel, together, warps = (
+            (merge_shares, together, warps) if rows == 1 else (merge_shares_of_rows, rows, ROWS_WARPS)
+        )
         self._constants = (p.head_dim_v, columns, together)
-        self._kernel = Kernel(merge_shares, (max(1, self._rows), 1, 1), {"num_warps": warps})
+        self._kernel = Kernel(kernel, (max(1, cdiv(self._rows, rows)), 1, 1), {"num_warps": warps})
 
     def scratch(self, partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The parts of a launch's partials for the shares' outputs and for their log-sum-exps."""
