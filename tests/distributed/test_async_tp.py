@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,16 @@ def machine(monkeypatch):
 def test_torchs_ops_are_unfused_in_the_graphs_of_its_compiler_alone(machine, how, form):
     machine(**how)
     assert module._form(X) == form
+
+
+def test_a_thread_without_graphs_of_torchs_compiler_captures_by_hand(machine, monkeypatch):
+    """Torch 2.11 keeps their managers by thread, and asserts that a thread has some."""
+    import torch._inductor.cudagraph_trees as trees
+
+    machine()
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(module._form, X).result() == "auto"
 
 
 def test_nothing_is_asked_of_graphs_on_the_cpu(machine, monkeypatch):

@@ -319,7 +319,10 @@ def _is_compilers(device: torch.device) -> bool:
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
-    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    try:
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+    except AssertionError:  # of torch up to 2.11 in a thread that has run no graph of its compiler
+        return False
     return manager is not None and torch.cuda.current_stream(device) == manager.stream
 
 
