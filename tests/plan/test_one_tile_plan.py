@@ -12,6 +12,7 @@ import tilestream as ts
 from tilestream.core.chunks import Chunks
 from tilestream.core.exchange import CLUSTERS, cluster_of
 from tilestream.core.schedule import Schedule
+from tilestream.ops import execute
 from tilestream.plan import tuned
 from tilestream.plan.additions import MMA
 from tilestream.plan.candidate import ONE_TILE
@@ -95,6 +96,23 @@ def test_parts_of_a_tile_are_a_cluster_where_there_are_as_many_as_a_cluster_has(
     assert "a cluster that adds them in shared memory\n" in made.explain()
     with ts.worker_limit(100):
         assert "cluster" not in ts.plan(64, 64, 8192, dtype="bfloat16", device="h100", layout="nt").explain()
+
+
+@pytest.mark.parametrize("sms", [1, 2, 3, 4, 7, 8])
+def test_no_cluster_has_more_ctas_than_a_device_has_sms(sms):
+    """They begin together or not at all."""
+    few = replace(H100, workers=sms)
+    found = [cluster_of(one.schedule) for one in one_tile.candidates(Problem(16, 16, 8192, **BF16), few, sms)]
+    assert max(found) == max((parts for parts in CLUSTERS if parts <= sms), default=1)
+
+
+def test_a_plan_of_clusters_does_not_run_under_a_limit():
+    made = plan_problem(SHARED, device=H100)
+    assert cluster_of(made.schedule) > 1
+    with ts.worker_limit(132):
+        execute._check_limit(made)
+    with ts.worker_limit(131), pytest.raises(ValueError, match="CTAs of clusters, which begin together"):
+        execute._check_limit(made)
 
 
 def test_a_limit_of_workers_is_one_of_programs():

@@ -17,6 +17,7 @@ from tilestream.arrival.signals import Outcome, Signals
 from tilestream.arrival.stream import open_streams
 from tilestream.core.chunks import Incoming
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout, kind_of
+from tilestream.core.exchange import cluster_of
 from tilestream.core.gate import Needs
 from tilestream.core.operands import GemmOperands
 from tilestream.core.schedule import Schedule
@@ -30,6 +31,7 @@ from tilestream.ops.operands import epilogue_of, problem_of, refuse_overlap
 from tilestream.ops.scales import canonical_scales
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCALES
+from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.planner import plan_problem
 from tilestream.runtime.workspace import Workspace, workspace
 from tilestream.trace.record import current as current_recorder
@@ -249,6 +251,11 @@ def _check_limit(plan: Plan) -> None:
         raise ValueError(
             f"plan.run: the plan has {workers} workers, and the limit is {limit} (worker_limit, or "
             f"{limits.ENVIRONMENT}); make the plan where the limit holds"
+        )
+    if 0 < limit < plan.device.workers and plan.variant == ONE_TILE and cluster_of(plan.schedule) > 1:
+        raise ValueError(
+            f"plan.run: the plan's programs are CTAs of clusters, which begin together, and the limit of {limit} "
+            f"(worker_limit, or {limits.ENVIRONMENT}) says that SMs may be held; make the plan where the limit holds"
         )
 
 

@@ -163,7 +163,7 @@ def candidates(
     """All candidates that match the caller's choices. Fewer ``workers`` than the device has do a program each.
 
     Then no tile's parts are a cluster: the CTAs of one begin together, on SMs that lie together, and who limits workers
-    may have left few SMs, anywhere.
+    may have left few SMs, anywhere. Nor where a device has fewer SMs than a cluster CTAs: they might not fit together.
     """
     if refusal(problem, device) or forced.order is not None or forced.stages is not None:
         return
@@ -184,7 +184,7 @@ def candidates(
             programs = parts * way.tiles
             if programs > most:
                 break
-            if limited and parts in CLUSTERS:
+            if parts in CLUSTERS and (limited or parts > workers):
                 continue
             kind: Kind = "static" if parts == 1 else "stream_k"
             steps = cdiv(way.steps, parts)  # all shares alike: none has parts of two tiles
