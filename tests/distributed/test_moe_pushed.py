@@ -71,6 +71,14 @@ def test_one_kernel_performs_an_operation_of_every_rank_once():
     assert made == [0]
 
 
+def test_own_rows_have_as_many_workers_as_the_others_and_all_are_within_the_limit():
+    for bound, want in ((132, (24, 132)), (64, (24, 64)), (25, (12, 25)), (16, (8, 16)), (3, (1, 3)), (1, (1, 2))):
+        pushers, alone = graph_experts.workers_under(bound, 24, 132)
+        assert (pushers, alone) == want
+        assert 1 <= pushers <= alone - pushers
+    assert graph_experts.workers_under(1, 1, 1) == (1, 2), "a rank's own rows have a worker of their own"
+
+
 def test_a_layout_is_prepared_outside_a_capture(monkeypatch):
     pytest.importorskip("triton")
 
@@ -84,4 +92,4 @@ def test_a_layout_is_prepared_outside_a_capture(monkeypatch):
     for capturing, ends in ((False, Reached), (True, RuntimeError)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda found=capturing: found)
         with pytest.raises(ends):
-            graph_experts.GraphExperts.mix(queue, "a layout", 1, X, None, None, None, 1.0, 1)
+            graph_experts.GraphExperts.mix(queue, "a layout", 1, 2, X, None, None, None, 1.0, 1)

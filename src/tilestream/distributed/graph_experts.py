@@ -112,7 +112,7 @@ class GraphExperts(GraphQueue):
 
         def push() -> None:
             with torch.cuda.stream(side):
-                experts.push_rows(words, layout, local, x, top_k, chosen, pushers, max(alone - pushers, 1))
+                experts.push_rows(words, layout, local, x, top_k, chosen, pushers, alone - pushers)
 
         def multiply(source: int) -> None:
             computed[source] = compute(rows[source], local.ends[source, : layout.experts])
@@ -208,6 +208,15 @@ def _once(handler: Callable[[Any], int]) -> Callable[[Any], int]:
     return first
 
 
+def workers_under(bound: int, pushers: int, everybody: int) -> tuple[int, int]:
+    """Workers that push beside products, and where nothing else runs; at most ``bound``, but two at least.
+
+    ``pushers``: a plan's. At least as many are left for the own rows, for which the first product waits.
+    """
+    alone = max(2, min(bound, everybody))
+    return min(pushers, alone // 2), alone
+
+
 def mix(
     state: GroupState, plan: MoePlan, x: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor, e: Experts,
     seconds: float,
@@ -228,7 +237,7 @@ def mix(
         queue = GraphExperts.of(state, plan, "x", x.device, layout.size, text.signals(layout.world, layout.experts))
         chosen = sort(choices, layout.world * layout.experts)
         everybody = cuda_properties(x.device.index).workers
-        pushers, alone = (min(count, workers_in(limit()) or count) for count in (plan.pushers, everybody))
+        pushers, alone = workers_under(workers_in(limit()) or everybody, plan.pushers, everybody)
         x, weights = x.contiguous(), weights.contiguous()
         out = queue.mix(layout, pushers, alone, x, weights, chosen, compute, seconds, plan.number)
         graph_calls.note_prepared(state, plan)
