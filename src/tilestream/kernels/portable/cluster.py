@@ -58,7 +58,7 @@ def own_room(BYTES: tl.constexpr):
     return tl.inline_asm_elementwise(
         "{ .reg .b32 size; mov.u32 size, %dynamic_smem_size; mov.u32 $0, global_smem; add.u32 $0, $0, size;"
         " sub.u32 $0, $0, $1; and.b32 $0, $0, -16; }",
-        "=r,r", [tl.cast(BYTES, tl.int32)], tl.int32, True, 1,
+        "=&r,r", [tl.cast(BYTES, tl.int32)], tl.int32, True, 1,
     )  # fmt: skip
 
 
