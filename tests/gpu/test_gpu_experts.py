@@ -33,6 +33,15 @@ def slow_for(seconds: float) -> int:
     return max(SLOW, int(20 * seconds * 10 * SLOW))
 
 
+def check_landed(stream: ts.Stream, *of_call: object) -> None:
+    """`check_all`, once the stream has landed.
+
+    A copy to pageable memory would hold up the copies of a Python thread: see docs/troubleshooting.md.
+    """
+    stream.wait()
+    check_all("rows", *of_call)
+
+
 def pinned(seed: int = 0, n: int = N) -> torch.Tensor:
     made = torch.randn(8, n, K, generator=torch.Generator().manual_seed(seed)).to(BF16)
     return made.pin_memory().mT
@@ -79,8 +88,7 @@ def test_the_caller_does_not_wait_for_a_slow_router(way):
             assert not is_routed.query(), "it has waited for the router"
             assert type(stream._filling) is way
             assert not stream._filling.issued
-            check_all("rows", a, b.cuda(), out, ends)
-            stream.wait()
+            check_landed(stream, a, b.cuda(), out, ends)
     ts.check()
 
 
@@ -116,6 +124,7 @@ def test_streams_that_are_dropped_at_once(way):
     for step in range(40):
         torch.cuda._sleep(100_000)
         found.append(ts.grouped_mm(a, ts.stream_experts(layers[step % 4], ends, device="cuda"), ends))
+    torch.cuda.synchronize()  # as `check_landed` waits: the streams are gone
     for step, out in enumerate(found):
         assert torch.equal(out, found[step % 4]), step
     for layer, out in zip(layers, found, strict=False):
@@ -145,8 +154,7 @@ def test_weights_that_the_caller_drops_at_once_are_not_reused_before_they_are_co
         stream.restart(ends, w)  # the copies of the step before are in flight
         del w
         others = [torch.full((8, n, K), float("nan"), dtype=BF16, pin_memory=True) for _ in range(2)]
-        check_all("rows", a, wanted, out, ends)
-        stream.wait()
+        check_landed(stream, a, wanted, out, ends)
         assert not stream.tensor.isnan().any()
         del others
     ts.check()
@@ -156,8 +164,7 @@ def test_closed_before_the_router_is_done(way):
     a, b = randn(M, K, dtype=BF16), pinned()
     ends = offsets_of(SIZES[0]).cuda()
     stream = ts.stream_experts(b, ends, device="cuda")
-    check_all("rows", a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)
-    stream.wait()
+    check_landed(stream, a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)
     begin = time.perf_counter()
     stream.restart(ends)
     ts.grouped_mm(a, stream, ends)
@@ -177,9 +184,7 @@ def test_closed_before_the_router_is_done(way):
         ts.check()
     assert out[: int(ends[-1])].isnan().all()
     stream.restart(ends)
-    again = ts.grouped_mm(a, stream, ends)
-    stream.wait()  # a copy to pageable memory would hold up the Python thread's copies: see docs/troubleshooting.md
-    check_all("rows", a, b.cuda(), again, ends)
+    check_landed(stream, a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)
 
 
 def test_offsets_that_fall_are_raised(way):
@@ -201,8 +206,7 @@ def test_offsets_that_fall_are_raised(way):
         assert out.isnan().all()
         ts.check()
     stream.restart(ends)
-    check_all("rows", a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)
-    stream.wait()
+    check_landed(stream, a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)
 
 
 def test_a_capture_is_refused_and_not_ended_by_a_thread_that_waits():
@@ -270,8 +274,7 @@ def test_threads_with_streams_of_their_own(way):
                     ends = offsets_of(choices.choice(SIZES)).cuda()
                     torch.cuda._sleep(choices.choice((0, 100_000)))
                     stream.restart(ends)
-                    check_all("rows", a, there, ts.grouped_mm(a, stream, ends), ends)
-                stream.wait()
+                    check_landed(stream, a, there, ts.grouped_mm(a, stream, ends), ends)
         except BaseException as error:
             errors.append(error)
 

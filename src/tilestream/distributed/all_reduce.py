@@ -88,9 +88,10 @@ def run(states: list[GroupState], request: Request, key: object = None, plain: P
             found = states[0].decide(key, _decide(inner_first, request))
         plans, dtype, wide, library = found
         plan = plans[0]
-        if len(plans) == 1 and (first := due(states[0], plan)) is not None:
+        if len(plans) == 1 and due(states[0], plan) is not None:
             with states[0].call():
-                graph_calls.matmul_reduce(states[0], first, request, dtype)
+                if (first := due(states[0], plan)) is not None:  # no other thread has made it meanwhile
+                    graph_calls.matmul_reduce(states[0], first, request, dtype)
         if plan.fused:
             (state,) = states
             with state.call():

@@ -17,6 +17,7 @@ from typing import Any
 
 from gates.engine import DEVICES, Case, IsWanted, Pointer, Rules, fill_gemm
 from gates.portable_gemm import before_counts, common_rules
+from tilestream.core.exchange import room
 from tilestream.core.grid import Grid
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Schedule
@@ -93,6 +94,9 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     problem = case.plan.problem
     found["copies that do not wait"] = ("cp.async" in ptx, problem.aligned or max(problem.vectors) > 1)
     found["CTAs that share a tile meet"] = (ptx.count("barrier.cluster"), 4 * ("clusters" in case.how))
+    if "clusters" in case.how:
+        needed = kernel.metadata.shared + room(*case.plan.block[:2])
+        found["shared memory has room for the sums"] = (needed <= DEVICES[_ARCH].shared, True)
     found["what stands before the count of a tile's parts"] = (
         before_counts(ptx),
         {"bar"} if case.how == "worst" else set(),
