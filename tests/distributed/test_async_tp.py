@@ -15,7 +15,7 @@ from tilestream.distributed.counting import VARIABLE, counting
 
 module = importlib.import_module("tilestream.distributed.async_tp")  # the package has the function by that name
 X = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
-THEIRS, OURS = object(), object()
+THEIRS, OURS = "theirs", "ours"
 
 
 @pytest.fixture
