@@ -303,8 +303,8 @@ def test_copies_are_of_as_many_elements_as_strides_allow(k, vector):
     assert made.stages == {4096: 3, 4097: 2}.get(k, 4)
     assert (f"copies are of {vector} elements" in made.explain()) == (k != 4096 and vector > 1)
     lies = Layout((0, k, 1), (0, 1, k), (0, 4096, 1))
-    copied = Arguments(made, lies).config.VECTOR
-    assert copied == (1 if made.problem.aligned else vector)
+    copied = Arguments(made, lies).config.VECTORS
+    assert copied == (1 if made.problem.aligned else vector,) * 2
     for other in ({"dtype": "float32"}, {"device": "cpu"}):
         how = {"dtype": "bfloat16", "device": H100} | other
         assert tilestream.plan(4096, 4096, k, **how).problem.vector == 1
