@@ -435,8 +435,8 @@ def stream_in(
     """
     alike = None
     others = tensor, bounds, shape, dtype, direct
-    plain = type(source) is torch.Tensor and type(copies) is str and copies == "engine"
-    if plain and all(one is None for one in others):
+    by_engine = isinstance(copies, str) and copies == "engine"
+    if type(source) is torch.Tensor and by_engine and all(one is None for one in others):
         alike = _alike(source, rows_per_chunk, pivot, device)
         if alike is not None and (made_again := _again(alike, source)) is not None:
             return made_again
