@@ -131,7 +131,9 @@ def test_a_tar_whose_compressed_part_is_damaged_is_refused(cache, tmp_path, kind
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2 :] = bytes(len(whole) - len(whole) // 2)
     path.write_bytes(whole)
-    with pytest.raises(ValueError, match=r"pack\.tgz: neither a folder nor a tar"):
+    # What is unpacked of the zeros may look like a tar's end, and then names, of which the archive's times decide.
+    refused = r"pack\.tgz: (neither a folder nor a tar|no pack of kernels|damaged)"
+    with pytest.raises(ValueError, match=refused):
         kernel_cache.unpack(path)
 
 
