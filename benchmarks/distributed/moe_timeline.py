@@ -1,21 +1,20 @@
 """A skewed mixture of experts as a record of what each GPU did, on the ranks' common time axis.
 
-As `timelines.mlp_timeline`: kernels as torch's profiler saw them, of the call of median length of `CALLS`. The host is
-ahead: the ranks meet on their streams behind a pause in which the hosts issue the call.
+As `timelines.mlp_timeline`: kernels as torch's profiler saw them, of the call that `timelines.typical_call` keeps. The
+host is ahead: the ranks meet on their streams behind a pause in which the hosts issue the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.moe import SKEWS, WIDTHS, Mixture
-from benchmarks.distributed.ranks import Activity, pause, profiled, record_of
-from benchmarks.distributed.timelines import CALLS, PAUSE, begin_of, behind_meeting, end_of, microseconds
+from benchmarks.distributed.ranks import Activity, record_of
+from benchmarks.distributed.timelines import behind_meeting, typical_call, write_call
 
 #: What is drawn: a layer of `moe.WIDTHS`, its tokens a rank, and its skew.
 OF, TOKENS, SKEW = "Qwen3-30B-A3B", 4096, "Zipf"
@@ -41,9 +40,8 @@ def lanes(found: Sequence[Activity], rank: int, world: int) -> dict[str, list[Ac
     for one in kernels:
         known = next((lane for name, lane in _NAMED.items() if name in one.name), None)
         made[known or lane].append(one)
-        if (
-            "take_rows" in one.name
-        ):  # what follows are the products of the source that it has waited for, own rows first
+        if "take_rows" in one.name:
+            # What follows are the products of the source that it has waited for, own rows first.
             sources, lane = sources + 1, "rows of others" if sources else "own rows"
         elif "take_results" in one.name:
             lane = "sort, add"
@@ -62,38 +60,14 @@ def moe_timeline(rank: int, world: int, session: Session) -> None:
     name, *shape = next(one for one in WIDTHS if one[0] == OF)
     mixture = Mixture(rank, world, TOKENS, SKEWS[SKEW], tuple(shape))  # type: ignore[arg-type]
     record = record_of(session, rank, "moe_timeline")
-    meet = torch.zeros(1, device="cuda")
-
-    def together() -> torch.Tensor:
-        pause(PAUSE)
-        dist.all_reduce(meet)
-        return mixture.ours()
-
-    right = together()
-    profiled(together)  # compiled, and the profiler begun
-    calls = []
-    for _ in range(CALLS):
-        out, found = profiled(together)
-        assert torch.equal(out, right), "a profile changed the answer"
-        calls.append(lanes(behind_meeting(found), rank, world))
-    lengths = torch.tensor([end_of(call) - begin_of(call) for call in calls], dtype=torch.float64)
-    kept = torch.tensor(int(lengths.argsort()[CALLS // 2]), device="cuda")
-    dist.broadcast(kept, 0)
-    everybody: list[dict[str, list[Activity]]] = [{} for _ in range(world)]
-    dist.all_gather_object(everybody, calls[int(kept.item())])
+    everybody = typical_call(
+        mixture.ours, lambda found: lanes(behind_meeting(found), rank, world), rank, world
+    )  # fmt: skip
     own = (mixture.chosen // len(mixture.w1)).flatten().bincount(minlength=world)
     dist.all_reduce(own)
     ts.check()
-    if record is None:
-        return
-    zero = min(map(begin_of, everybody))
-    for other, call in enumerate(everybody):
-        for lane, of in call.items():
-            record.rows.append({"rank": other, "lane": lane, "spans": [microseconds(one, zero) for one in of]})
-    record.data |= {
-        "of": name, "tokens": TOKENS, "skew": SKEW, "experts": shape[2], "top_k": shape[3],
-        "rows_received": own.tolist(),
-        "plan": mixture.plan(), "ms": round((max(map(end_of, everybody)) - zero) / 1e6, 4),
-    }  # fmt: skip
-    record.write()
-    print(record.path, record.data["ms"], "ms", flush=True)
+    if record is not None:
+        write_call(
+            record, everybody, of=name, tokens=TOKENS, skew=SKEW, experts=shape[2], top_k=shape[3],
+            rows_received=own.tolist(), plan=mixture.plan(),
+        )  # fmt: skip

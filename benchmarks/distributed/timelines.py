@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
+from benchmarks.core.records import Record
 from benchmarks.core.session import Session
 from benchmarks.distributed.mlp import DIM, HIDDEN
 from benchmarks.distributed.ranks import (
@@ -274,12 +275,23 @@ def mlp_timeline(rank: int, world: int, session: Session) -> None:
         return tsd.matmul_reduce_scatter(hidden, w2, form="fused", deadline=DEADLINE)
 
     record = record_of(session, rank, "mlp_timeline")
+    everybody = typical_call(block, lambda found: lanes(found, rank), rank, world)
+    ts.check()
+    if record is not None:
+        write_call(record, everybody, tokens=tokens)
+
+
+def typical_call(
+    call: Callable[[], torch.Tensor], lanes_of: Callable[[list[Activity]], dict[str, list[Activity]]], rank: int,
+    world: int,
+) -> list[dict[str, list[Activity]]]:  # fmt: skip
+    """All ranks' activities, by lane, of that of `CALLS` calls which has the median length on rank 0."""
     meet = torch.zeros(1, device="cuda")
 
     def together() -> torch.Tensor:
         pause(PAUSE)
         dist.all_reduce(meet)
-        return block()
+        return call()
 
     right = together()
     profiled(together)  # compiled, and the profiler begun
@@ -287,23 +299,26 @@ def mlp_timeline(rank: int, world: int, session: Session) -> None:
     for i in range(CALLS):
         out, found = profiled(together)
         assert torch.equal(out, right), "a profile changed the answer"
-        calls.append(lanes(found, rank))
-        print(f"rank {rank}: block {i + 1} of {CALLS}, {len(found)} activities", flush=True)
-    lengths = torch.tensor([end_of(call) - begin_of(call) for call in calls], dtype=torch.float64)
+        calls.append(lanes_of(found))
+        print(f"rank {rank}: call {i + 1} of {CALLS}, {len(found)} activities", flush=True)
+    lengths = torch.tensor([end_of(one) - begin_of(one) for one in calls], dtype=torch.float64)
     kept = torch.tensor(int(lengths.argsort()[CALLS // 2]), device="cuda")
     dist.broadcast(kept, 0)
-    everybody: list[Any] = [None] * world
+    everybody: list[dict[str, list[Activity]]] = [{} for _ in range(world)]
     dist.all_gather_object(everybody, calls[int(kept.item())])
-    ts.check()
-    if record is not None:
-        zero = min(map(begin_of, everybody))
-        for other, call in enumerate(everybody):
-            for lane, of in call.items():
-                spans = [microseconds(one, zero) for one in of]
-                record.rows.append({"rank": other, "lane": lane, "spans": spans})
-        record.data["tokens"], record.data["ms"] = tokens, round((max(map(end_of, everybody)) - zero) / 1e6, 4)
-        record.write()
-        print(record.path, record.data["ms"], "ms", flush=True)
+    return everybody
+
+
+def write_call(record: Record, everybody: Sequence[dict[str, list[Activity]]], **more: Any) -> None:
+    """Write all ranks' activities of a call, by lane, with ``more`` of it."""
+    zero = min(map(begin_of, everybody))
+    for other, call in enumerate(everybody):
+        for lane, of in call.items():
+            spans = [microseconds(one, zero) for one in of]
+            record.rows.append({"rank": other, "lane": lane, "spans": spans})
+    record.data |= {**more, "ms": round((max(map(end_of, everybody)) - zero) / 1e6, 4)}
+    record.write()
+    print(record.path, record.data["ms"], "ms", flush=True)
 
 
 def begin_of(call: dict[str, list[Activity]]) -> float:

@@ -50,6 +50,15 @@ def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=BF16)
 
 
+def note_copies(driver, monkeypatch) -> None:
+    """Have what the usual way copies by torch be noted as the operation of a program."""
+
+    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
+        driver.library.fake_note(COPY_ACROSS, 0, to.data_ptr(), source.data_ptr(), source.nbytes)
+
+    monkeypatch.setattr(slots, "copy", copied)
+
+
 @pytest.fixture
 def cuda(extension, libraries, monkeypatch):
     """A fake GPU; sequences and programs are native, over the fake driver."""
@@ -136,11 +145,7 @@ class Gathers:
 def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(
     state, python_calls, driver, monkeypatch, count, way  # noqa: F811
 ):  # fmt: skip
-    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
-        """What the usual way copies by torch, as the operation of a program."""
-        driver.library.fake_note(COPY_ACROSS, 0, to.data_ptr(), source.data_ptr(), source.nbytes)
-
-    monkeypatch.setattr(slots, "copy", copied)
+    note_copies(driver, monkeypatch)
     gathers, bs, others = Gathers(state, way), *([zeros(64, 32 + 8 * i) for i in range(count)] for _ in range(2))
     for _ in range(1 + gather.SLOTS):
         gathers.usual(zeros(8, 64), *bs)
@@ -176,10 +181,7 @@ def extras_of(what: str, scale_a: torch.Tensor) -> Extras:
 def test_a_repeated_gather_has_the_biases_and_scales_of_its_call(
     state, python_calls, driver, monkeypatch, what, way  # noqa: F811
 ):  # fmt: skip
-    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
-        driver.library.fake_note(COPY_ACROSS, 0, to.data_ptr(), source.data_ptr(), source.nbytes)
-
-    monkeypatch.setattr(slots, "copy", copied)
+    note_copies(driver, monkeypatch)
     gathers, scale = Gathers(state, way), torch.ones(8, 1)
     for _ in range(1 + gather.SLOTS):
         gathers.usual(zeros(8, 64), zeros(64, 32), zeros(64, 40), extras=extras_of(what, scale))
