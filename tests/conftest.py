@@ -6,6 +6,7 @@ The same examples each run by default, so that a red `make test` means a change 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 
@@ -35,13 +36,17 @@ def pytest_collection():
 
 
 @pytest.fixture(autouse=True)
-def _gradients_stay_on():
-    """A test that turns torch's gradients off for its process fails itself, and not tests that come after it."""
+def _process_stays_as_it_was():
+    """A test that turns torch's gradients or this package's warnings off for its process fails, and not later tests."""
     yield
     torch = sys.modules.get("torch")  # only tests that use it import it
     if torch is not None and not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
         pytest.fail("the test left torch's gradients off for its process")
+    logger = logging.getLogger("tilestream")
+    if not logger.isEnabledFor(logging.WARNING):
+        logger.setLevel(logging.NOTSET)
+        pytest.fail("the test left this package's warnings off for its process")
 
 
 @pytest.fixture

@@ -309,12 +309,12 @@ def by_coverage(name: str, count: int, seed: int | None, out: Path) -> None:
         for function in map(inspect.unwrap, filter(callable, list(vars(module).values()))):
             if inspect.isfunction(function) and function.__module__ == module.__name__:
                 atheris.instrument_func(function)
-    logging.getLogger("tilestream").setLevel(logging.ERROR)  # what is tuned warns of a file that it cannot read
     atheris.Setup(
         [sys.argv[0], "-max_len=2000", "-len_control=0", *([f"-seed={seed}"] if seed is not None else [])],
         each.hypothesis.fuzz_one_input,
     )
-    atheris.Fuzz()
+    with _without_warnings():
+        atheris.Fuzz()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
