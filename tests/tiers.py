@@ -1,6 +1,6 @@
 """Which tests run: a quick share of all cases, or a part of the rest. A plugin of pytest; `conftest` names it.
 
-`times.json` has the seconds of each test function that takes longer than `LONG` in all. Of such a function the quick
+`times.json` has the seconds of each test function that takes longer than `SECONDS` in all. Of such a function the quick
 tier keeps as many cases, evenly spaced, as take `SECONDS`, one that takes up to `LONG`, and else none. Functions
 without a time are kept whole, and those of `WHOLE`. So `make test` takes minutes, however many cases there are, and no
 case is lost: `make test TIER=1/2` runs a half of the others, and `make test-all` runs everything.
@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 import pytest
 
 #: Seconds of a function's cases in the quick tier; and of its only case there, or of all if it has no time.
-SECONDS, LONG = 1.0, 1.5
+SECONDS, LONG = 0.5, 1.0
 #: Functions of which the quick tier keeps every case: each is a fault of its own, and none tells of another.
 WHOLE = frozenset({"tests/fault_table/test_fault_table.py::test_a_fault_on_the_cpu"})
 #: What a case without a record is taken to last, for the time that is left.
@@ -146,7 +146,7 @@ class Progress:
 
 
 def updated(times: dict[str, float], path: Path) -> dict[str, float]:
-    """The times, and those of a JUnit record's other functions that take longer than `LONG`: seconds a case.
+    """The times, and those of a JUnit record's other functions that take longer than `SECONDS`: seconds a case.
 
     A time is kept, since a quick record may have some of the function's cases alone.
     """
@@ -158,7 +158,7 @@ def updated(times: dict[str, float], path: Path) -> dict[str, float]:
         module, *classes = inside.split(".")
         name = "::".join([f"{file.replace('.', '/')}/{module}.py", *classes, function_of(case.attrib["name"])])
         seconds[name].append(float(case.attrib["time"]))
-    found = {name: round(sum(its) / len(its), 3) for name, its in seconds.items() if sum(its) > LONG}
+    found = {name: round(sum(its) / len(its), 3) for name, its in seconds.items() if sum(its) > SECONDS}
     return dict(sorted((found | times).items()))
 
 
