@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -434,6 +435,25 @@ def test_calls_with_other_kernels_are_other_kinds(monkeypatch, count, change):
         planned(monkeypatch, "matmul_reduce_scatter")  # as on GPUs
         firsts.append(make_plan(state, request, (4096, 8192), 8192, {"a": "rows"}).first)
     assert firsts[0].handshake != firsts[1].handshake
+    error = difference(one.op, firsts[0].handshake, 0, firsts[1].handshake, 1)
+    assert re.search(r"differ in kind: K 8, columns 3584, .*rank 0, K \d+, columns .*rank 1\. All ranks", str(error))
+
+
+def test_a_kind_is_said_in_words_that_a_handshake_has_room_for():
+    a, b = torch.empty(0, 8, dtype=torch.bfloat16), torch.empty(8, 3584, device="meta")
+    one = Request("all_gather_matmul", a, [b], [None], ["none"], None, [None], return_a=True)
+    assert one.kind == "K 8, columns 3584, fast_accum True, return_a True"
+    many = one._replace(
+        bs=[b, b], biases=[None, a], activations=["relu", "none"], out_dtype=torch.float32,
+        scale_a=torch.empty(1), scales_b=[torch.empty(7), None],
+    )  # fmt: skip
+    assert many.kind == (
+        "K 8, columns 3584+3584, scales 1 7 -, bias -b, activation relu+none, out_dtype float32, fast_accum True, "
+        "return_a True"
+    )
+    most, more = (many._replace(bs=[b] * count).kind for count in (40, 41))
+    assert len(most) == len(more) < 20
+    assert most != more
 
 
 def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count):

@@ -36,6 +36,8 @@ ReduceOp = Literal["sum", "avg"]
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
 
 _LISTS, _MAYBE_DTYPE = (list, tuple), (type(None), torch.dtype)
+#: The most characters of `Request.kind`, which a handshake has room for; of more there is a hash.
+_MOST_WORDS = 120
 #: The parameters of `native.product` after the operands, with the values of a plain product.
 _PLAIN_PRODUCT: tuple[tuple[str, object], ...] = (
     ("out", None), ("bias", None), ("residual", None), ("alpha", 1.0), ("beta", 1.0), ("activation", None),
@@ -112,13 +114,19 @@ class Request(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What decides a call's kernels, beside shapes, strides and what ranks compare anyway."""
-        columns = "+".join(str(b.shape[-1]) for b in self.bs)
-        scaled = "+".join("-" if x is None else str(x.numel()) for x in (self.scale_a, *self.scales_b))
-        biased = "".join("-" if x is None else "b" for x in self.biases)
-        options = f"{self.out_dtype} {self.fast_accum} {self.return_a}"
-        text = f"{self.a.shape[-1]} {columns} {scaled} {biased} {'+'.join(self.activations)} {options}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """What decides a call's kernels, beside shapes, strides and what ranks compare anyway, in words."""
+        scales = " ".join("-" if x is None else str(x.numel()) for x in (self.scale_a, *self.scales_b))
+        biases = "".join("-" if x is None else "b" for x in self.biases)
+        parts = {
+            "K": self.a.shape[-1], "columns": "+".join(str(b.shape[-1]) for b in self.bs),
+            "scales": scales if scales.strip("- ") else "", "bias": biases.strip("-") and biases,
+            "activation": "+".join(self.activations) if any(x != "none" for x in self.activations) else "",
+            "out_dtype": "" if self.out_dtype is None else dtype_name(self.out_dtype),
+            "fast_accum": self.fast_accum, "return_a": self.return_a,
+        }  # fmt: skip
+        text = ", ".join(f"{name} {value}" for name, value in parts.items() if value != "")
+        # Of many operands the words would not fit a handshake.
+        return text if len(text) <= _MOST_WORDS else hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:
         """``a @ bs[i]`` with the call's options, except ``changes``."""
