@@ -184,7 +184,7 @@ class Device:
 
         self.cuda.current.give(Until(there))
 
-    def end_call(self, words) -> None:
+    def end_call(self, words, out=None) -> None:
         def ended() -> None:
             call, mark = int(words.control[COUNT]), int(words.control[STAMP])
             others = [rank for rank in range(words.world) if rank != words.rank]
@@ -197,6 +197,8 @@ class Device:
                 word_at(words.places, rank, MARKS + words.world + words.rank).value = call
 
         self.cuda.current.give(ended)
+        if out is not None:  # later than the peers are told, as in the kernel
+            self.void_out(words, out)
 
     def void_out(self, words, out) -> None:
         self.cuda.current.give(lambda: out.fill_(math.nan) if int(words.control[VOID]) else None)

@@ -297,7 +297,7 @@ def test_a_capture_that_fails_says_why_and_leaves_the_group_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["begin_call", "await_parts", "end_call", "void_out"])
+@pytest.mark.parametrize("name", ["begin_call", "await_parts", "end_call"])
 def test_a_capture_with_a_part_of_a_call_makes_no_graph(kind, name, monkeypatch):
     """Though its user has caught the error: replays would leave signals that the next call takes for its own."""
     with graph_world(2, kind, SHARDS[kind][2]) as (cuda, ranks):

@@ -2,7 +2,7 @@
 
 ::
 
-    calling stream:  begin_call; the side stream; matmul with its gate, or await_parts and a sum; end_call; void_out
+    calling stream:  begin_call; the side stream; matmul with its gate, or await_parts and a sum; end_call
     side stream:     for each peer: mark; push a chunk into its slot; signal it there; repeat
 
 `tilestream.core.protocols.replay`, which the checker explores, has the operations. This module maps each to a GPU's
@@ -365,10 +365,11 @@ class GraphGather(GraphQueue):
                     place(rank, gathered, shard.data)
 
         def hand_in() -> None:
-            for out in outs if gathered is None else [*outs, gathered]:
+            for out in outs[1:] if gathered is None else [*outs[1:], gathered]:
                 rank_calls.void_out(words, out)
 
-        host = {"begin": begin, "read": read, "end": lambda: rank_calls.end_call(words), "hand in": hand_in}
+        # The last kernel makes the first result NaN where the call is void: mostly there is no other result.
+        host = {"begin": begin, "read": read, "end": lambda: rank_calls.end_call(words, outs[0]), "hand in": hand_in}
         scales = 0 if shard.scales is None else shard.scales.data_ptr()
         signals.local_rows = own
         try:
@@ -455,8 +456,7 @@ class GraphSum(GraphQueue):
             add.add_parts(own.transpose(0, 1), own, out.unsqueeze(0), bias, void, rank, 1, divisor)
 
         host: dict[str, Callable[[], object]] = {
-            "begin": begin, "read": read, "end": lambda: rank_calls.end_call(words),
-            "hand in": lambda: rank_calls.void_out(words, out),
+            "begin": begin, "read": read, "end": lambda: rank_calls.end_call(words, out), "hand in": lambda: None,
         }  # fmt: skip
         if parts is not None:
             host |= {f"multiply {peer}": functools.partial(product, peer, parts[peer]) for peer in range(world)}

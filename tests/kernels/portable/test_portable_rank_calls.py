@@ -124,7 +124,8 @@ def test_parts_that_do_not_come_void_the_call(ranks):
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 @pytest.mark.parametrize("why", ["", "mark", "form", "broken"])
-def test_a_result_is_nan_where_a_mark_is_of_another_call_or_the_group_is_broken(ranks, dtype, why):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_result_is_nan_where_a_mark_is_of_another_call_or_the_group_is_broken(ranks, dtype, why, at_once):
     last = ranks.world - 1
     form = form_number(b"a call")
     launch.begin_call(ranks.of(0)._replace(form=form), 20.0, 1, 1)
@@ -135,14 +136,22 @@ def test_a_result_is_nan_where_a_mark_is_of_another_call_or_the_group_is_broken(
         ranks.control[0][MARKS + last] = stamp(1, form_number(b"another call"))
     elif why == "broken":
         ranks.control[0][BROKEN] = 1
-    launch.end_call(ranks.of(0))
-    out = torch.ones(3, 4097).to(dtype)
-    launch.void_out(ranks.of(0), out)
+    around = torch.ones(3 * 4097 + 2).to(dtype)
+    out = around[1:-1].view(3, 4097)
+    launch.end_call(ranks.of(0), out if at_once else None)
+    if not at_once:
+        launch.void_out(ranks.of(0), out)
     assert out.float().isnan().all() if why else out.float().eq(1).all()
+    assert around[[0, -1]].float().eq(1).all(), "and nothing else"
+    assert int(ranks.control[0][VOID]) == bool(why)
     assert ranks.broken() == [int(bool(why))] * ranks.world, "every rank is told"
     assert [record.why for record in ranks.records(0)] == [QUARANTINED] * bool(why)
     assert int(ranks.control[last][MARKS + ranks.world]) == 1, "its rows are read, come what may"
 
 
-def test_nothing_to_void():
+def test_nothing_to_void(ranks):
     launch.void_out(None, torch.empty(0, 4))
+    launch.begin_call(ranks.of(0), 20.0, 1, 1)
+    ranks.marks(0, 1)
+    launch.end_call(ranks.of(0), torch.empty(0, 4))
+    assert int(ranks.control[1][MARKS + ranks.world]) == 1

@@ -6,9 +6,10 @@
     await_parts    a sum: wait for all parts, clear their signals
     end_call       look at the marks; tell the peers that their rows are read
     void_out       NaN, where the call has failed
+    end_or_void    both, for one result: a graph's kernels begin one after the other, and each begin takes time
 
-The first three are one program of one warp. Each wait has the call's deadline, and ends when the group is broken. They
-run between two H200, and in Triton's interpreter in the tests.
+All but `void_out` are one program of one warp. Each wait has the call's deadline, and ends when the group is broken.
+All but `end_or_void` run between two H200; all run in Triton's interpreter in the tests.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ COUNT, VOID, STAMP, MARKS = map(tl.constexpr, (replay.COUNT, replay.VOID, replay
 EXPIRED, QUARANTINED = map(tl.constexpr, (record.EXPIRED, record.QUARANTINED))
 RECORDS, FIELDS = map(tl.constexpr, (record.RECORDS, record.FIELDS))
 
-#: Elements that a program of `void_out` writes at once.
-BLOCK = 4096
+#: Elements that a program of `void_out` writes at once, and those that the one program of `end_or_void` does.
+BLOCK, BLOCK_OF_ONE = 4096, 1024
 
 
 @triton.jit
@@ -152,9 +153,9 @@ def await_parts(
     tl.store(control + VOID, (over != 0).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=("op", "key", "rank"))
-def end_call(control, places, records, claims, op, key, rank, WORLD: tl.constexpr):
-    """After the call's readers: note whether the call is void, and tell the peers that their rows are read."""
+@triton.jit
+def end(control, places, records, claims, op, key, rank, WORLD: tl.constexpr):
+    """See `end_call`; whether the call is void."""
     call = tl.load(control + COUNT)
     stamp = tl.load(control + STAMP)
     over = acquired(word_at(places, WORLD + rank)) != 0
@@ -169,6 +170,32 @@ def end_call(control, places, records, claims, op, key, rank, WORLD: tl.constexp
     for r in range(WORLD):
         if r != rank:
             tl.atomic_xchg(word_at(places, r) + MARKS + WORLD + rank, call, sem="release", scope="sys")
+    return over
+
+
+@triton.jit
+def fill(out, count, first, step, NAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Fill every ``step``-th block of ``out`` with ``NAN``, from element ``first`` on: see `void_out`."""
+    for at in range(first, count, step):
+        i = at + tl.arange(0, BLOCK)
+        tl.store(out + i, tl.full((BLOCK,), NAN, out.dtype.element_ty), mask=i < count)
+
+
+@triton.jit(do_not_specialize=("op", "key", "rank"))
+def end_call(control, places, records, claims, op, key, rank, WORLD: tl.constexpr):
+    """After the call's readers: note whether the call is void, and tell the peers that their rows are read."""
+    end(control, places, records, claims, op, key, rank, WORLD)
+
+
+@triton.jit(do_not_specialize=("op", "key", "rank"))
+def end_or_void(
+    control, places, records, claims, out, op, key, rank, count, WORLD: tl.constexpr, NAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`end_call`, then `void_out` by the same program, which is slow where a call is void, and seldom has to be."""
+    if end(control, places, records, claims, op, key, rank, WORLD):
+        zero = tl.cast(0, tl.int64)
+        fill(out, count, zero, zero + BLOCK, NAN, BLOCK)
 
 
 @triton.jit
@@ -184,7 +211,4 @@ def void_out(out, control, count, NAN: tl.constexpr, BLOCK: tl.constexpr):
     """
     if tl.load(control + VOID) != 0:
         first = tl.program_id(0).to(tl.int64) * BLOCK
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for at in range(first, count, step):
-            i = at + tl.arange(0, BLOCK)
-            tl.store(out + i, tl.full((BLOCK,), NAN, out.dtype.element_ty), mask=i < count)
+        fill(out, count, first, tl.num_programs(0).to(tl.int64) * BLOCK, NAN, BLOCK)

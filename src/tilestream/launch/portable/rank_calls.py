@@ -48,18 +48,27 @@ def await_parts(words: SlotWords, seconds: float, parts: int) -> None:
     )  # fmt: skip
 
 
-def end_call(words: SlotWords) -> None:
-    """Decide whether the call is void; tell the peers that their rows are read."""
-    launch_keyed(
-        rank_calls.end_call, _ONE, (*words[1:3], *records_of(words.signals.device)),
-        (bounds_of(0.0, words.op)[1], words.key, words.rank), (words.world,), num_warps=1,
-    )  # fmt: skip
+def end_call(words: SlotWords, out: torch.Tensor | None = None) -> None:
+    """Decide whether the call is void; tell the peers that their rows are read; then as `void_out`."""
+    before = *words[1:3], *records_of(words.signals.device)
+    numbers = bounds_of(0.0, words.op)[1], words.key, words.rank
+    if out is None or not out.numel():
+        launch_keyed(rank_calls.end_call, _ONE, before, numbers, (words.world,), num_warps=1)
+        return
+    integers, nan = _as_integers(out)
+    behind = out.numel(), words.world, nan, rank_calls.BLOCK_OF_ONE
+    launch_keyed(rank_calls.end_or_void, _ONE, (*before, integers), numbers, behind, num_warps=1)
 
 
 def void_out(words: SlotWords, out: torch.Tensor) -> None:
     """Fill ``out``, contiguous, with NaN if the call is void."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[out.element_size()]
     if count := out.numel():
+        integers, nan = _as_integers(out)
         grid = min(-(-count // rank_calls.BLOCK), _MOST_PROGRAMS), 1, 1
-        behind = count, torch.iinfo(bits).max, rank_calls.BLOCK
-        launch_keyed(rank_calls.void_out, grid, (out.view(bits), words.control), (), behind)
+        launch_keyed(rank_calls.void_out, grid, (integers, words.control), (), (count, nan, rank_calls.BLOCK))
+
+
+def _as_integers(out: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The elements as integers, and the bits of a NaN."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[out.element_size()]
+    return out.view(bits), torch.iinfo(bits).max

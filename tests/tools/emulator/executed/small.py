@@ -245,6 +245,8 @@ def call_is_right(o: Operands, launch: Launch) -> None:
     assert (words.word(VOID), words.broken) == (0, [0] * _RANKS)
     assert not words.claims.numpy()[0]
     assert not _voided(o, launch, words).isnan().any()
+    assert not _ended_or_void(o, launch, words).isnan().any()
+    assert words.word(VOID) == 0
 
 
 def call_is_void(o: Operands, launch: Launch) -> None:
@@ -261,6 +263,7 @@ def call_is_void(o: Operands, launch: Launch) -> None:
     words.end(launch)
     assert words.word(VOID) == 1
     assert _voided(o, launch, words).isnan().all()
+    assert _ended_or_void(o, launch, words).isnan().all()
 
 
 def _voided(o: Operands, launch: Launch, words: Words) -> torch.Tensor:
@@ -268,6 +271,14 @@ def _voided(o: Operands, launch: Launch, words: Words) -> torch.Tensor:
     out = o.of(like, "the result")
     numbers = (like.numel(), torch.iinfo(torch.int16).max, rank_calls.BLOCK)
     launch(rank_calls.void_out, (_as_integers(out), words.control[0], *numbers), 2)
+    return answer(out, like)
+
+
+def _ended_or_void(o: Operands, launch: Launch, words: Words) -> torch.Tensor:
+    like = torch.ones(1030, dtype=torch.bfloat16)
+    out = o.of(like, "a result that the last kernel makes NaN")
+    behind = (OP, _KEY, 0, like.numel(), _RANKS, torch.iinfo(torch.int16).max, rank_calls.BLOCK_OF_ONE)
+    launch(rank_calls.end_or_void, (*words._pointers[1:], _as_integers(out), *behind), 1, 1)
     return answer(out, like)
 
 
