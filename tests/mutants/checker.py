@@ -25,6 +25,7 @@ from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.arrival_order import ordered
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
+from tilestream_tools.verify.cluster import Cluster, ClusterCase
 from tilestream_tools.verify.dispatch import DispatchCase
 from tilestream_tools.verify.experts import ExpertsCase
 from tilestream_tools.verify.faults import KINDS
@@ -48,7 +49,7 @@ MODULES = {
     **{name: f"{CORE}.protocols.{name}" for name in ("dispatch", "experts", "gather", "one_shot", "replay")},
     "reduce_scatter": f"{CORE}.protocols.reduce_scatter",
     **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "gpu_loop", "product", "protocol")},
-    **{name: f"{VERIFY}.{name}" for name in ("shared_attention", "shared_ring")},
+    **{name: f"{VERIFY}.{name}" for name in ("cluster", "shared_attention", "shared_ring")},
     "sources_model": f"{VERIFY}.sources",
 }
 
@@ -106,7 +107,7 @@ class Bug:
 
 TABLES = (
     "workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt", "replays.txt",
-    "dispatches.txt", "experts.txt", "sources.txt",
+    "dispatches.txt", "experts.txt", "sources.txt", "clusters.txt",
 )  # fmt: skip
 
 
@@ -395,6 +396,19 @@ def _sources(role: str) -> Family:
     return Family("sources", (f"{VERIFY}.sources:work_by_source",), make, prefix="sources: ")
 
 
+# Model 14: clusters ---------------------------------------------------------------------------------------------------
+
+
+def _cluster(role: str) -> Family:
+    """``role``: the text, or the class `Cluster`, whose last fields are options."""
+
+    def make(edited: Any, k: int = 0, pieces: int = 0, warps: int = 1, **more: Any) -> Any:
+        made, given = (Cluster, {"text": edited}) if role == "add_shares" else (edited, {})
+        return [ClusterCase(made(size, 1 if k else 2, k, pieces, warps), **given, **more) for size in (2, 4)]
+
+    return Family("cluster", (f"{VERIFY}.cluster:{role}",), make, prefix="cluster: ")
+
+
 _SUM = {"watch": "gather:watch", **{role: f"reduce_scatter:{role}" for role in ("produce", "scatter", "add_up")}}
 _REDUCE = {"watch": "gather:watch", "reduce": "one_shot:reduce", "begin": "reduce_scatter:begin_sum"}
 
@@ -419,5 +433,6 @@ FAMILIES: dict[str, Callable[[str], Family]] = {
     "dispatch": _dispatch,
     "experts": _experts,
     "sources": _sources,
+    "cluster": _cluster,
     "all-reduce": partial(_reduction, "reduce", OneShotCase, _REDUCE),
 }

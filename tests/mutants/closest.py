@@ -79,8 +79,8 @@ launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
 kernels.portable.experts: kernels/portable/test_portable_experts.py kernels/test_experts_compiled.py
 kernels.portable.realign: kernels/portable/test_portable_realign.py
 kernels.portable.grouped: kernels/portable/test_portable_grouped.py ops/test_grouped.py
-kernels.portable.one_tile: kernels/portable/test_one_tile.py
-kernels.portable.cluster: kernels/portable/test_cluster.py
+kernels.portable.one_tile: kernels/portable/test_one_tile.py kernels/test_cluster_protocol.py
+kernels.portable.cluster: kernels/test_cluster_protocol.py kernels/portable/test_cluster.py
 plan.policy.one_tile: plan/test_one_tile_plan.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
  kernels/portable/test_portable_grouped.py

@@ -10,6 +10,7 @@ from mutants.engine import Edit, at, delete, replace
 from mutants.table import read
 
 HOPPER, DEVICE = "tilestream.kernels.hopper", "tilestream.kernels.device"
+PORTABLE = "tilestream.kernels.portable"
 GEMM, EPILOGUE = f"{HOPPER}.gemm", f"{HOPPER}.epilogue"
 STEPS, STEP = f"{HOPPER}.load:load_steps", f"{HOPPER}.attention_math:math_step"
 
@@ -17,6 +18,7 @@ MODULES = {
     **{name: f"{HOPPER}.{name}" for name in ("gemm", "load", "multiply", "epilogue", "gate", "ring", "pair")},
     **{name: f"{HOPPER}.{name}" for name in ("attention", "attention_convert", "attention_load", "attention_math")},
     **{name: f"{DEVICE}.{name}" for name in ("attention_tile", "items", "softmax")},
+    **{name: f"{PORTABLE}.{name}" for name in ("cluster", "one_tile")},
 }
 
 HOPPER_GEMM: dict[str, tuple[Edit, ...]] = {row.name: row.edits for row in read("hopper_gemm.txt", MODULES)}
@@ -24,6 +26,9 @@ HOPPER_GEMM: dict[str, tuple[Edit, ...]] = {row.name: row.edits for row in read(
 #: Bugs of the Hopper attention's text. `tests/kernels/hopper/test_hopper_attention_text.py` runs it on a machine of
 #: threads, and sees a wrong number, a deadlock, or a stand-in that is asked for nonsense.
 HOPPER_ATTENTION: dict[str, tuple[Edit, ...]] = {row.name: row.edits for row in read("hopper_attention.txt", MODULES)}
+
+#: Bugs of the text of a cluster that adds up a tile: `tests/kernels/test_cluster_protocol.py` runs it.
+CLUSTER: dict[str, tuple[Edit, ...]] = {row.name: row.edits for row in read("portable_cluster.txt", MODULES)}
 
 #: Attention's load loop hands nothing on: its math loops wait for ever.
 ENDLESS = at(f"{HOPPER}.attention_load:hand_on", delete("mbarrier.arrive(items.full.index(at))"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from mutants.checker import seeded_bugs
 from tilestream_tools import verify
 from tilestream_tools.verify.attention import AttentionCase
+from tilestream_tools.verify.cluster import Cluster, ClusterCase
 from tilestream_tools.verify.copies import CopyCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
@@ -137,6 +138,8 @@ def without(bug, case):
         return RingCase(ring, counts, split=case.split, expires=case.expires)
     if bug.model == "attention":
         return AttentionCase(case.ring, case.counts)
+    if bug.model == "cluster":
+        return ClusterCase(Cluster(*(getattr(case.cluster, field.name) for field in fields(Cluster))))
     if bug.model == "workers":
         return replace(case, program=None)
     plain, texts = {
@@ -170,6 +173,7 @@ def found_at(bug):
         ("publish", 4, lambda bug: bug.cases),
         ("copies", 4, lambda bug: bug.cases),
         ("replay", 25, lambda bug: [case for case in bug.cases[-1:] if case.world == 2]),
+        ("cluster", 25, lambda bug: bug.cases[:1]),
     ],
 )
 def test_the_real_protocol_passes_where_its_bugs_are_found(model, least, chosen):
@@ -183,7 +187,7 @@ def test_every_model_has_its_seeded_bugs():
     least = {
         "attention": 25, "copies": 10, "gather": 25, "product": 4, "publish": 6, "reduce": 10, "ring": 40,
         "shared": 24, "sums": 9, "workers": 46, "replay": 31, "dispatch": 16,
-        "experts": 20, "sources": 15,
+        "experts": 20, "sources": 15, "cluster": 25,
     }  # fmt: skip
     assert least.keys() == set(verify.MODELS)
     counts = Counter(bug.model for bug in BUGS.values())

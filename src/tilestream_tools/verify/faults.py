@@ -12,7 +12,7 @@ KINDS: dict[str, str] = {
     "double work": "a K step of a tile is done twice",
     "read before arrival": "rows, a stage or a C buffer are read before their data is there",
     "overwritten while read": "a stage, a slot or a C buffer gets new data while the old is still needed",
-    "freed memory": "memory is read or written when it has been freed",
+    "freed memory": "memory is read or written before it is there, or when it has been freed",
     "wrong data": "what is read or handed over is not what was meant",
     "other order": "a tile's products are added in another order than its plan states",
     "partial not visible": "partial results are added before they are visible",

@@ -17,8 +17,9 @@ from tilestream_tools.verify.sweep import MODELS, Case, Level, configurations
 
 #: The number of states at which the search for the shortest trace gives up.
 PLAIN_LIMIT = 2_000_000
-#: The same number for ranks, which have four processes each. There the search with reductions gives the trace.
-GATHER_LIMIT = 5_000
+#: The same number for ranks, which have four processes each, and for clusters, of up to eight. There the search with
+#: reductions gives the trace.
+LIMITS = {"gather": 5_000, "sums": 5_000, "cluster": 50_000}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Report:
 def explore(model: str, case: Case) -> Result:
     """Explore one configuration."""
     began = time.process_time()
-    limit = GATHER_LIMIT if model in ("gather", "sums") else PLAIN_LIMIT
+    limit = LIMITS.get(model, PLAIN_LIMIT)
     try:
         violation, states = check(lambda reduce: case.build(reduce), str(case), limit)
     except NotAlikeError:  # the program depends on its worker's number, so workers are not interchangeable

@@ -12,9 +12,10 @@ from tilestream.core.gate import Gate
 from tilestream.core.order import Order
 from tilestream.core.schedule import Kind, Split
 from tilestream.schedule import Grid, Raster, Schedule
-from tilestream_tools.verify import arrival_order, copies, dispatch, experts, one_shot, replay, sources
+from tilestream_tools.verify import arrival_order, cluster, copies, dispatch, experts, one_shot, replay, sources
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
+from tilestream_tools.verify.cluster import ClusterCase
 from tilestream_tools.verify.copies import CopyCase
 from tilestream_tools.verify.dispatch import DispatchCase
 from tilestream_tools.verify.experts import ExpertsCase
@@ -35,11 +36,11 @@ from tilestream_tools.verify.workers import Program, WorkersCase
 Level = Literal["quick", "full"]
 Case = (
     WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
-    | OneShotCase | ReplayCase | DispatchCase | ExpertsCase | SourcesCase
+    | OneShotCase | ReplayCase | DispatchCase | ExpertsCase | SourcesCase | ClusterCase
 )  # fmt: skip
 MODELS = (
     "workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies", "reduce", "replay",
-    "dispatch", "experts", "sources",
+    "dispatch", "experts", "sources", "cluster",
 )  # fmt: skip
 
 #: What queues split where no chunk decides it: `tilestream_tools.verify.arrival_order` has the rest.
@@ -144,6 +145,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(experts.configurations(level == "full"))
     if model == "sources":
         return list(sources.configurations(level == "full"))
+    if model == "cluster":
+        return list(cluster.configurations(level == "full"))
     raise ValueError(f"model={model!r}; it must be one of {', '.join(MODELS)}")
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tilestream.core.exchange import CLUSTERS
 from tilestream_tools import verify
 from tilestream_tools.verify import sweep
 from tilestream_tools.verify.attention import AttentionCase
+from tilestream_tools.verify.cluster import ClusterCase
 from tilestream_tools.verify.copies import CopyCase
 from tilestream_tools.verify.dispatch import DispatchCase
 from tilestream_tools.verify.experts import ExpertsCase
@@ -26,7 +28,7 @@ PARTS = {"workers": 3, "ring": 3, "product": 3}
 MOST_STATES = {
     "workers": 720_000, "ring": 1_450_000, "product": 740_000, "shared": 10_000, "attention": 670_000,
     "gather": 110_000, "publish": 10_000, "sums": 20_000, "copies": 120_000, "reduce": 20_000,
-    "replay": 20_000, "dispatch": 40_000, "experts": 60_000, "sources": 240_000,
+    "replay": 20_000, "dispatch": 40_000, "experts": 60_000, "sources": 240_000, "cluster": 20_000,
 }  # fmt: skip
 SWEPT = [
     pytest.param(model, part, marks=pytest.mark.slow if part else ())
@@ -143,6 +145,11 @@ def first_batch(c):
     return (c.schedule.kind, c.schedule.first_batch) if awaited(c)[0] and c.schedule.grid.batch == 3 else None
 
 
+def has_no_k(c):
+    """Whether the last share of a cluster is past the end of K."""
+    return c.cluster.k_steps <= (c.cluster.size - 1) * c.cluster.steps
+
+
 KINDS = ("static", "dynamic", "stream_k")
 ONE, BOTH = (False, True), {(False, False), (True, False), (True, True)}
 #: Of each model: something of a case, and what of it the quick level must contain.
@@ -187,6 +194,10 @@ CONTAINED = [
     ("shared", lambda c: c.text.__name__, {"direct", "staged", "attend_direct", "attend_staged"}),
     ("shared", lambda c: c.ring.depth, {1, 2, 3, 4}),
     ("shared", lambda c: any(rest for _, rest in c.items), {*ONE}),
+    ("cluster", lambda c: c.cluster.size, {*CLUSTERS}),
+    ("cluster", lambda c: c.cluster.warps, {1, 2}),
+    ("cluster", lambda c: (bool(c.cluster.k), bool(c.cluster.pieces)), BOTH),
+    ("cluster", has_no_k, {*ONE}),
 ]  # fmt: skip
 
 
@@ -215,6 +226,7 @@ def test_sizes_grow():
         ("experts", ExpertsCase),
         ("sources", SourcesCase),
         ("copies", CopyCase),
+        ("cluster", ClusterCase),
     ):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)

@@ -16,6 +16,10 @@ tile in parts those took 1.9 us and more on an H200, of products that take 5. (E
 The room is behind what Triton gives the kernel, which does not know of it: `tilestream.core.exchange.room` says how
 much a launch adds. Addresses follow from rows and columns, whatever layout the compiler chooses. A pair of elements
 that is side by side in registers and in memory is stored at once.
+
+`tilestream_tools.verify.cluster` explores the protocol. There is no barrier before the end: others write to a CTA's
+room before they meet, and it alone reads it. A program has one tile. For a second one, the arrival that announces it
+would have to release what the CTA has read.
 """
 
 from __future__ import annotations
