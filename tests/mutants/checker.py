@@ -32,6 +32,7 @@ from tilestream_tools.verify.faults import KINDS
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.gpu_loop import Add, Poison
 from tilestream_tools.verify.one_shot import OneShotCase
+from tilestream_tools.verify.pair import PairCase
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.protocol import Ring
 from tilestream_tools.verify.replay import ReplayCase
@@ -49,7 +50,7 @@ MODULES = {
     **{name: f"{CORE}.protocols.{name}" for name in ("dispatch", "experts", "gather", "one_shot", "replay")},
     "reduce_scatter": f"{CORE}.protocols.reduce_scatter",
     **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "gpu_loop", "product", "protocol")},
-    **{name: f"{VERIFY}.{name}" for name in ("cluster", "shared_attention", "shared_ring")},
+    **{name: f"{VERIFY}.{name}" for name in ("cluster", "pair", "shared_attention", "shared_ring")},
     "sources_model": f"{VERIFY}.sources",
 }
 
@@ -107,7 +108,7 @@ class Bug:
 
 TABLES = (
     "workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt", "replays.txt",
-    "dispatches.txt", "experts.txt", "sources.txt", "clusters.txt",
+    "dispatches.txt", "experts.txt", "sources.txt", "clusters.txt", "pairs.txt",
 )  # fmt: skip
 
 
@@ -396,7 +397,7 @@ def _sources(role: str) -> Family:
     return Family("sources", (f"{VERIFY}.sources:work_by_source",), make, prefix="sources: ")
 
 
-# Model 14: clusters ---------------------------------------------------------------------------------------------------
+# Models 14 and 15: clusters and pairs ---------------------------------------------------------------------------------
 
 
 def _cluster(role: str) -> Family:
@@ -407,6 +408,18 @@ def _cluster(role: str) -> Family:
         return [ClusterCase(made(size, 1 if k else 2, k, pieces, warps), **given, **more) for size in (2, 4)]
 
     return Family("cluster", (f"{VERIFY}.cluster:{role}",), make, prefix="cluster: ")
+
+
+def _pair(role: str) -> Family:
+    """``role``: a field of `PairCase`."""
+
+    def make(edited: Any) -> Any:
+        for depth, items in ((2, (1,)), (2, (3, 1))):
+            ring = (edited if role == "ring" else Ring)(depth, 2, ctas=2)
+            yield PairCase(ring, items, **({} if role == "ring" else {role: edited}))
+
+    home = "pair:paired" if role == "around" else f"protocol:{TEXTS.get(role, 'Ring')}"
+    return Family("pair", (f"{VERIFY}.{home}",), make, prefix="pair: ")
 
 
 _SUM = {"watch": "gather:watch", **{role: f"reduce_scatter:{role}" for role in ("produce", "scatter", "add_up")}}
@@ -434,5 +447,6 @@ FAMILIES: dict[str, Callable[[str], Family]] = {
     "experts": _experts,
     "sources": _sources,
     "cluster": _cluster,
+    "pair": _pair,
     "all-reduce": partial(_reduction, "reduce", OneShotCase, _REDUCE),
 }

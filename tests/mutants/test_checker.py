@@ -15,6 +15,7 @@ from tilestream_tools.verify.cluster import Cluster, ClusterCase
 from tilestream_tools.verify.copies import CopyCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
+from tilestream_tools.verify.pair import PairCase
 from tilestream_tools.verify.protocol import Ring
 from tilestream_tools.verify.publish import PublishCase
 from tilestream_tools.verify.replay import ReplayCase
@@ -140,6 +141,8 @@ def without(bug, case):
         return AttentionCase(case.ring, case.counts)
     if bug.model == "cluster":
         return ClusterCase(Cluster(*(getattr(case.cluster, field.name) for field in fields(Cluster))))
+    if bug.model == "pair":
+        return PairCase(Ring(case.ring.depth, case.ring.items, ctas=2), case.items)
     if bug.model == "workers":
         return replace(case, program=None)
     plain, texts = {
@@ -174,6 +177,7 @@ def found_at(bug):
         ("copies", 4, lambda bug: bug.cases),
         ("replay", 25, lambda bug: [case for case in bug.cases[-1:] if case.world == 2]),
         ("cluster", 25, lambda bug: bug.cases[:1]),
+        ("pair", 10, lambda bug: bug.cases),
     ],
 )
 def test_the_real_protocol_passes_where_its_bugs_are_found(model, least, chosen):
@@ -187,7 +191,7 @@ def test_every_model_has_its_seeded_bugs():
     least = {
         "attention": 25, "copies": 10, "gather": 25, "product": 4, "publish": 6, "reduce": 10, "ring": 40,
         "shared": 24, "sums": 9, "workers": 46, "replay": 31, "dispatch": 16,
-        "experts": 20, "sources": 15, "cluster": 25,
+        "experts": 20, "sources": 15, "cluster": 25, "pair": 10,
     }  # fmt: skip
     assert least.keys() == set(verify.MODELS)
     counts = Counter(bug.model for bug in BUGS.values())

@@ -25,7 +25,7 @@ def verify(
         list[str] | None,
         typer.Option(
             help="Only this model: workers, ring, product, shared, attention, gather, publish, sums, copies, reduce, "
-            "replay, dispatch, experts, sources or cluster; may be repeated."
+            "replay, dispatch, experts, sources, cluster or pair; may be repeated."
         ),
     ] = None,
     as_json: ui.Json = False,

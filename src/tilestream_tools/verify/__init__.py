@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and exchanges between ranks. Pure Python, no GPU.
 
-It has fourteen models, and explores all interleavings of each:
+It has fifteen models, and explores all interleavings of each:
 
 1. `workers`: several workers on queues and gates, with a deadline that may expire and the drain after it. It runs
    `work` of `tilestream.core.loop`, the CPU backend's code, whose workers leave when the launch is over. It also runs
@@ -38,6 +38,7 @@ It has fourteen models, and explores all interleavings of each:
 14. `cluster`: the CTAs of a cluster that add up the shares of a tile's K in each other's shared memory (`cluster`): the
    cluster's barrier with its memory order, rooms that go when their CTA ends, and CTAs without K or rows of their own.
    Clusters share nothing but the output, of which each has tiles of its own.
+15. `pair`: model 2 for two CTAs of a cluster, each of which loads a half of what both read into both (TMA multicast).
 
 **Why models 1 and 2 together describe the whole kernel.** In a kernel with load and math loops, a worker is `work`
 divided at Compute. The load loop does the part before (Poll, take, gate), puts the item on the item ring and loads it.

@@ -1,4 +1,4 @@
-"""Two CTAs of a cluster that load for each other: the load loops and the math loops of both, over a ring each.
+"""Model 15: two CTAs of a cluster that load for each other: load loops and math loops of both, over a ring each.
 
 The text of each is `tilestream_tools.verify.protocol`'s, with ``Ring.ctas`` 2. A `Load` brings the CTA's own part of
 a stage, and a half of what both need to both CTAs. So a stage of a CTA is filled by two loads, which land in any order;
@@ -17,7 +17,7 @@ interchangeable*, and so are the consumers of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -90,6 +90,20 @@ class PairCase:
             f"two CTAs, {ring.consumers}, {ring.depth} stages, {ring.items} item slots; items of {self.items} K steps"
         )
         return ", ".join([what, *own])
+
+
+def configurations(full: bool) -> Iterator[PairCase]:
+    """Pairs of one consumer: no item, and items of more K steps than stages. Full: two consumers, more items."""
+
+    def case(depth: int, items: tuple[int, ...], consumers: p.Consumers = "single") -> PairCase:
+        return PairCase(p.Ring(depth, 2, consumers, promoted=depth == 1, ctas=2), items)
+
+    for depth, items in ((2, ()), (2, (1,)), (1, (2, 1)), (2, (3, 1)), (2, (2, 1))):
+        yield case(depth, items)
+    if full:
+        yield case(3, (2, 1, 1))
+        yield case(1, (1,), "cooperative")
+        yield case(2, (2, 1), "cooperative")
 
 
 def ends(ring: p.Ring, item: WorkItem) -> Generator[Any, Any, None]:

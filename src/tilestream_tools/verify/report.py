@@ -19,7 +19,7 @@ from tilestream_tools.verify.sweep import MODELS, Case, Level, configurations
 PLAIN_LIMIT = 2_000_000
 #: The same number for ranks, which have four processes each, and for clusters, of up to eight. There the search with
 #: reductions gives the trace.
-LIMITS = {"gather": 5_000, "sums": 5_000, "cluster": 50_000}
+LIMITS = {"gather": 5_000, "sums": 5_000, "cluster": 50_000, "pair": 20_000}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tilestream.core.gate import Gate
 from tilestream.core.order import Order
 from tilestream.core.schedule import Kind, Split
 from tilestream.schedule import Grid, Raster, Schedule
-from tilestream_tools.verify import arrival_order, cluster, copies, dispatch, experts, one_shot, replay, sources
+from tilestream_tools.verify import arrival_order, cluster, copies, dispatch, experts, one_shot, pair, replay, sources
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.cluster import ClusterCase
@@ -21,6 +21,7 @@ from tilestream_tools.verify.dispatch import DispatchCase
 from tilestream_tools.verify.experts import ExpertsCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
+from tilestream_tools.verify.pair import PairCase
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.protocol import Consumers, Ring
 from tilestream_tools.verify.publish import PublishCase
@@ -36,11 +37,11 @@ from tilestream_tools.verify.workers import Program, WorkersCase
 Level = Literal["quick", "full"]
 Case = (
     WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
-    | OneShotCase | ReplayCase | DispatchCase | ExpertsCase | SourcesCase | ClusterCase
+    | OneShotCase | ReplayCase | DispatchCase | ExpertsCase | SourcesCase | ClusterCase | PairCase
 )  # fmt: skip
 MODELS = (
     "workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies", "reduce", "replay",
-    "dispatch", "experts", "sources", "cluster",
+    "dispatch", "experts", "sources", "cluster", "pair",
 )  # fmt: skip
 
 #: What queues split where no chunk decides it: `tilestream_tools.verify.arrival_order` has the rest.
@@ -147,6 +148,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(sources.configurations(level == "full"))
     if model == "cluster":
         return list(cluster.configurations(level == "full"))
+    if model == "pair":
+        return list(pair.configurations(level == "full"))
     raise ValueError(f"model={model!r}; it must be one of {', '.join(MODELS)}")
 
 

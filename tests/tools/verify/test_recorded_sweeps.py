@@ -24,6 +24,7 @@ EXPLORED = {
     "workers": (40, 20), "ring": (1, 4), "product": (1, 2), "shared": (1, 13), "attention": (1, 1), "gather": (3, 6),
     "publish": (1, 8), "sums": (1, 8), "copies": (6, 9), "reduce": (1, 6), "replay": (1, 17), "dispatch": (1, 8),
     "experts": (1, 8), "sources": (3, 8), "cluster": (1, 8),
+    "pair": (1, 3),
 }  # fmt: skip
 
 

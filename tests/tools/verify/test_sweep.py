@@ -14,6 +14,7 @@ from tilestream_tools.verify.dispatch import DispatchCase
 from tilestream_tools.verify.experts import ExpertsCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
+from tilestream_tools.verify.pair import PairCase
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.publish import PublishCase
 from tilestream_tools.verify.replay import ReplayCase
@@ -29,6 +30,7 @@ MOST_STATES = {
     "workers": 720_000, "ring": 1_450_000, "product": 740_000, "shared": 10_000, "attention": 670_000,
     "gather": 110_000, "publish": 10_000, "sums": 20_000, "copies": 120_000, "reduce": 20_000,
     "replay": 20_000, "dispatch": 40_000, "experts": 60_000, "sources": 240_000, "cluster": 20_000,
+    "pair": 20_000,
 }  # fmt: skip
 SWEPT = [
     pytest.param(model, part, marks=pytest.mark.slow if part else ())
@@ -198,6 +200,8 @@ CONTAINED = [
     ("cluster", lambda c: c.cluster.warps, {1, 2}),
     ("cluster", lambda c: (bool(c.cluster.k), bool(c.cluster.pieces)), BOTH),
     ("cluster", has_no_k, {*ONE}),
+    ("pair", lambda c: c.ring.depth, {1, 2}),
+    ("pair", lambda c: any(steps > c.ring.depth for steps in c.items), {*ONE}),
 ]  # fmt: skip
 
 
@@ -227,6 +231,7 @@ def test_sizes_grow():
         ("sources", SourcesCase),
         ("copies", CopyCase),
         ("cluster", ClusterCase),
+        ("pair", PairCase),
     ):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)
