@@ -65,6 +65,7 @@ bool look_up_sequences(void* library, bool is_hip, Driver& made) {
            look_up(library, "hipEventSynchronize", made.await_event) &&
            look_up(library, "hipStreamWaitEvent", made.wait_event);
   }
+  look_up(library, "cuStreamBatchMemOp_v2", made.batch);
   return look_up(library, "cuMemcpyHtoDAsync_v2", made.copy_in) &&
          look_up(library, "cuMemcpyDtoDAsync_v2", made.copy_across) &&
          look_up(library, "cuStreamWriteValue32_v2", made.write) &&

@@ -28,6 +28,18 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchConfig) == 56);
 
+// As `CUstreamBatchMemOpParams` of cuda.h: a write or a wait of a 32-bit word.
+struct MemoryOperation {
+  enum Kind : uint32_t { kWait = 1, kWrite = 2 };
+  Kind kind;
+  uint64_t address;
+  uint64_t value;
+  uint32_t flags;
+  uint64_t alias;
+  uint64_t padding;
+};
+static_assert(sizeof(MemoryOperation) == 48);
+
 struct alignas(64) TensorMapBytes {
   uint64_t words[16];
 };
@@ -47,6 +59,8 @@ struct Driver {
   int (*copy_across)(uint64_t to, uint64_t source, size_t size, void* stream) = nullptr;
   int (*write)(void* stream, uint64_t address, uint32_t value, unsigned flags) = nullptr;
   int (*wait)(void* stream, uint64_t address, uint32_t value, unsigned flags) = nullptr;  // until it is at least value
+  // Writes and waits of a stream in order; null where there is none.
+  int (*batch)(void* stream, uint32_t count, MemoryOperation*, unsigned flags) = nullptr;
   int (*record_event)(void* event, void* stream) = nullptr;
   int (*await_event)(void* event) = nullptr;  // on the host
   int (*wait_event)(void* stream, void* event, unsigned flags) = nullptr;  // null if one of these is missing

@@ -99,6 +99,16 @@ int note(int64_t kind, uint64_t a, uint64_t b, uint64_t c = 0, uint64_t d = 0) {
   return 0;
 }
 
+int64_t batches = 0;  // calls that took several writes and waits
+
+// Of a call that takes `count` operations: all of them, or none.
+int refuses(int count) {
+  std::lock_guard lock(mutex);
+  if (operations_left < 0 || operations_left >= count) return 0;
+  if (refuse_once) operations_left = -1;
+  return operation_code;
+}
+
 int make_event(void** made, unsigned flags) {
   if (!has_context || flags != 2) return has_context ? 1 : 201;
   *made = reinterpret_cast<void*>(++events);
@@ -182,7 +192,10 @@ void fake_forget() {
   waited.clear();
   codes.clear();
   operations_left = held_behind = -1;
+  batches = 0;
 }
+
+int64_t fake_batches() { return batches; }
 
 void fake_refuse_operations(int after, int code) {
   operations_left = after, operation_code = code, refuse_once = false;
@@ -320,6 +333,24 @@ int cuStreamWriteValue32_v2(uint64_t on, uint64_t address, uint32_t value, unsig
 
 int cuStreamWaitValue32_v2(uint64_t on, uint64_t address, uint32_t value, unsigned flags) {
   return flags ? 1 : note(3, on, address, value);
+}
+
+struct MemoryOperation {
+  uint32_t kind;
+  uint64_t address, value;
+  uint32_t flags;
+  uint64_t alias, padding;
+};
+
+int cuStreamBatchMemOp_v2(uint64_t on, uint32_t count, const MemoryOperation* batch, unsigned flags) {
+  if (flags || count == 0 || count > 256) return 1;
+  if (const int code = has_context ? refuses(static_cast<int>(count)) : 201) return code;
+  batches++;
+  for (const MemoryOperation* one = batch; one != batch + count; one++) {
+    if (one->flags || one->alias || (one->kind != 1 && one->kind != 2) || one->value >> 32) return 1;
+    if (const int code = note(one->kind == 2 ? 2 : 3, on, one->address, one->value)) return code;
+  }
+  return 0;
 }
 
 int cuEventRecord(uint64_t event, uint64_t on) { return note(4, on, event); }

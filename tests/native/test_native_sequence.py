@@ -63,6 +63,14 @@ class Asked:
         return list(found[: self._library.fake_waited(found, 8)])
 
     @property
+    def batches(self) -> int:
+        """The calls that took several writes and waits."""
+        return 0 if self.hip else int(self._library.fake_batches())
+
+    def forget(self) -> None:
+        self._driver.forget()
+
+    @property
     def destroyed(self) -> int:
         return int(self._library.fake_destroyed())
 
@@ -129,6 +137,30 @@ def test_the_driver_is_asked_in_order_for_slots_plus_constants(asked):
         made.issue(*values)
         assert asked.operations[before:] == seen(event, values)
     assert len(made) == 7
+
+
+def test_writes_and_waits_of_one_stream_that_follow_each_other_are_one_call(asked):
+    """Others, and those of HIP and of Python, are asked for one by one."""
+    same = [Write(STREAM, 8, EPOCH), Wait(STREAM, 12, EPOCH + 1), Write(STREAM, 16, -1)]
+    operations = [*same, Write(SIDE, 20, 1), *same[:2], Record(STREAM, 0xE0), same[0]]
+    made = Sequence(6, [*operations, *[Write(SIDE, 8 * i, i) for i in range(70)]])
+    asked.forget()
+    made.issue(*VALUES)
+    numbers = {Write: WRITE, Wait: WAIT, Record: RECORD}
+    assert [one[0] for one in asked.operations] == [numbers[type(one)] for one in operations] + [WRITE] * 70
+    assert [one[1:4] for one in asked.operations[:3]] == [(0x51, 8, 7), (0x51, 12, 8), (0x51, 16, 0xFFFFFFFF)]
+    assert [one[2:4] for one in asked.operations[8:]] == [(8 * i, i) for i in range(70)]
+    assert asked.batches == (2 + 3 if asked.native and not asked.hip else 0), "a batch has at most 32"
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_of_a_refused_batch_nothing_was_issued(asked, done):
+    made = Sequence(6, [Record(STREAM, 0xE0), *[Write(SIDE, 4 * i, i) for i in range(3)], Wait(SIDE, 64, EPOCH)])
+    asked.refuse_after(done)
+    with pytest.raises(SequenceError) as refused:
+        made.issue(*VALUES)
+    assert refused.value.done == done, "Python asks for each by itself"
+    assert len(asked.operations) == done
 
 
 def test_events_may_be_handles_and_are_kept_by_the_sequence(asked):
