@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tilestream as ts
-from tilestream.distributed import all_gather_matmul, dispatch, library, repeats, unfused
+from tilestream.distributed import all_gather_matmul, dispatch, group_state, library, repeats, unfused
 from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, Repeat, plain_call
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import native
@@ -531,3 +533,30 @@ def test_which_unfused_calls_can_be_repeated(state, change, may):
     state.capture = lambda x: change.get("capture", 0)
     call = PlainCall(state, (), change.get("a", A), (change.get("b", B),), change.get("dim", 0), None)
     assert unfused.can_repeat(SimpleNamespace(transport=change.get("transport", "collective")), call) == may
+
+
+@pytest.fixture
+def one_rank():
+    """A real group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_is_known_once_it_has_a_state(one_rank):
+    assert group_state.known_state(None) is group_state.known_state(one_rank) is None
+    made = group_state.state_of("op", None)
+    assert group_state.known_state(None) is group_state.known_state(one_rank) is made
+    assert group_state.known_state("group") is None
+    dist.destroy_process_group()
+    try:
+        assert group_state.known_state(None) is group_state.known_state(one_rank) is None, "the usual way raises"
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_the_default_deadline_is_the_groups_present_timeout(one_rank):
+    made = group_state.state_of("op", None)
+    for seconds in (100.0, 250.0):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), one_rank)
+        assert made.timeout("cpu") == seconds

@@ -441,6 +441,49 @@ def test_a_repeated_sum_does_not_keep_its_group(extension, driver, cuda, monkeyp
         gc.enable()
 
 
+@pytest.mark.parametrize("one_shot", [False, True], ids=["sum", "all-reduce"])
+def test_a_repeated_sum_begins_behind_the_end_of_the_last_call(state, extension, driver, cuda, one_shot):
+    """Which follows its other streams: they are not waited for once more."""
+    sums, a, b = Sums(state, extension, driver, one_shot), zeros(16, 64), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(a, b)
+    for _ in range(gather.SLOTS):
+        last = sums.queue.events(sums.queue._epoch)
+        driver.forget()
+        assert plain(state, a, b).repeated() is not None
+        first, *others = driver.operations()
+        assert first[:3] == (WAIT_EVENT, 0, last.end.cuda_event)
+        assert last.side.cuda_event not in [one[2] for one in others if one[0] == WAIT_EVENT]
+
+
+def test_torchs_allocator_is_told_once_who_uses_the_memory_of_parts(state, extension, driver, cuda, monkeypatch):
+    sums, a, b = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(a, b)
+    streams = {}
+    monkeypatch.setattr("tilestream.distributed.gpu_reduce_scatter.current_stream", lambda device: streams["calling"])
+    told: list[tuple[int, int]] = []
+    told_of = lambda x, stream: told.append((x.data_ptr(), stream.cuda_stream))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", told_of)
+    side = sums.queue._side.cuda_stream
+
+    def call(stream: int) -> list[tuple[int, int]]:
+        told.clear()
+        streams["calling"] = streams.setdefault(stream, SimpleNamespace(cuda_stream=stream))
+        assert plain(state, a, b).repeated() is not None
+        return list(told)
+
+    def both(stream: int) -> list[tuple[int, int]]:
+        return [(sums.received.data_ptr(), one) for one in (side, stream)]
+
+    assert call(0) == both(0)
+    assert call(0) == []
+    assert call(9) == both(9), "another stream"
+    sums.received = zeros(2, 1, 8, 32)
+    assert call(9) == both(9), "other memory"
+    assert call(9) == []
+
+
 def test_a_call_that_nothing_was_issued_of_takes_the_usual_way(state, extension, driver, cuda, python_calls):  # noqa: F811
     gathers, b = Gathers(state), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):

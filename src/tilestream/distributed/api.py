@@ -108,10 +108,6 @@ def all_gather_matmul(
     """
     if not is_compiling() and open_streams:
         refuse_unfilled(GATHER, a_shard=a_shard, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
-    given: dict[str, Any] = {
-        "dim": gather_dim, "bias": bias, "activation": activation, "scale_a": scale_a, "scale_b": scale_b,
-        "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
-    }  # fmt: skip
     has_none = bias is None and activation is None and scale_a is None and scale_b is None
     extras = None if has_none else (bias, activation, scale_a, scale_b)
     options = out_dtype, use_fast_accum, form, return_a
@@ -120,6 +116,10 @@ def all_gather_matmul(
         gathered, outs = made
         repeated = outs[0] if isinstance(b, torch.Tensor) else outs
         return (gathered, repeated) if return_a else repeated
+    given: dict[str, Any] = {
+        "dim": gather_dim, "bias": bias, "activation": activation, "scale_a": scale_a, "scale_b": scale_b,
+        "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
+    }  # fmt: skip
     request = given_request(GATHER, a_shard, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():
@@ -204,10 +204,6 @@ def matmul_reduce_scatter(
     """
     if not is_compiling() and open_streams:
         refuse_unfilled(REDUCE_SCATTER, a=a, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
-    given: dict[str, Any] = {
-        "dim": scatter_dim, "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
-        "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
-    }  # fmt: skip
     has_none = bias is None and scale_a is None and scale_b is None
     extras = None if has_none else (bias, None, scale_a, scale_b)
     options = reduce_op, out_dtype, use_fast_accum, form
@@ -215,6 +211,10 @@ def matmul_reduce_scatter(
     if plain is not None and (made := plain.repeated()) is not None:
         repeated: torch.Tensor = made
         return repeated
+    given: dict[str, Any] = {
+        "dim": scatter_dim, "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
+        "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
+    }  # fmt: skip
     request = given_request(REDUCE_SCATTER, a, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():
@@ -299,10 +299,6 @@ def matmul_all_reduce(
     """
     if not is_compiling() and open_streams:
         refuse_unfilled(ALL_REDUCE, a=a, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
-    given: dict[str, Any] = {
-        "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": out_dtype,
-        "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
-    }  # fmt: skip
     has_none = bias is None and scale_a is None and scale_b is None
     extras = None if has_none else (bias, None, scale_a, scale_b)
     options = reduce_op, out_dtype, use_fast_accum, form
@@ -310,6 +306,10 @@ def matmul_all_reduce(
     if plain is not None and (made := plain.repeated()) is not None:
         repeated: torch.Tensor = made
         return repeated
+    given: dict[str, Any] = {
+        "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": out_dtype,
+        "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
+    }  # fmt: skip
     request = given_request(ALL_REDUCE, a, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():

@@ -17,6 +17,7 @@ import functools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,9 +86,7 @@ class Issuing:
         calling: torch.cuda.Stream, side: torch.cuda.Stream,
     ) -> None:  # fmt: skip
         self._queue, self._calling, self._side = queue, calling, side
-        self._events = queue.events(epoch)
-        overrule = functools.partial(queue._overrule, epoch)
-        self._call = IssuedCall(epoch, overrule, self._events.kernel, self._events.side, flag_value, seconds)
+        self._events, self._call = queue.events(epoch), queue.issued_call(epoch, flag_value, seconds)
         self.has_kernel = self._tracked = False
 
     def host(self, multiply: Callable[[], object], add: Callable[[], object]) -> Host:
@@ -132,6 +131,8 @@ class ReduceScatterQueue(CallQueue):
         #: The value of every peer's flag after the calls so far.
         self._flag_value = 0
         self._reported = False
+        #: The memory that the last repeated call has pulled to, and its calling stream.
+        self._recorded: tuple[Callable[[], torch.Tensor | None], torch.cuda.Stream | None] = lambda: None, None
 
     def make_publication(self, chunks: int) -> Publication:
         """A publication, with signals in this GPU's memory."""
@@ -184,6 +185,12 @@ class ReduceScatterQueue(CallQueue):
             self.recover_half_issued(error, call)
             raise
 
+    def issued_call(self, epoch: int, flag_value: int, seconds: float) -> IssuedCall:
+        """A call for the watchdog."""
+        events = self.events(epoch)
+        overrule = functools.partial(self._overrule, epoch)
+        return IssuedCall(epoch, overrule, events.kernel, events.side, flag_value, seconds)
+
     def events(self, epoch: int) -> SlotEvents:
         """The events of a call."""
         return self.events_in(epoch % gather.SLOTS)
@@ -218,19 +225,21 @@ class ReduceScatterQueue(CallQueue):
         """
         epoch, before, calling = self.begin_native(), self._flag_value, current_stream(self.device)
         side = calling if received is None else self._side
-        call = Issuing(self, epoch, before + flags if flags else epoch, seconds, calling, side)
-        if received is not None:
-            for stream in (side, calling):
+        of_call = epoch, before + flags if flags else epoch, seconds
+        if received is not None and (self._recorded[0]() is not received or self._recorded[1] is not calling):
+            for stream in (side, calling):  # torch's allocator knows it until the memory is freed
                 received.record_stream(stream)
+            self._recorded = weakref.ref(received), calling
         there = 0 if received is None else received.data_ptr()
         try:
             if not program.issue(device, calling.cuda_stream, epoch, before, there, *addresses):
                 self.take_back(epoch)
                 return False
             self._flag_value += flags
-            call.track()
+            self.track(self.issued_call(*of_call))
         except BaseException as error:
             self._flag_value += flags
+            call = Issuing(self, *of_call, calling, side)
             call.has_kernel = isinstance(error, ProgramError) and error.parts > kernel
             self.recover_half_issued(error, call)
             raise
@@ -245,11 +254,6 @@ class ReduceScatterQueue(CallQueue):
         """The operations before and after the parts of a sum: the wait for the last call, and the sum itself."""
         add, slot = recorder.add, recorder.epoch % gather.SLOTS
 
-        def await_call(op: gather.AwaitCall) -> None:
-            last = self.events(op.epoch)
-            for event in (last.end, last.side):
-                add(WaitEvent(CALLING, event.cuda_event))
-
         def sum_(op: object) -> None:
             # The number of the first void call is copied to the GPU after the stream's waits.
             add(CopyIn(CALLING, self._void.data_ptr(), self.flags.void.data_ptr(), self._void.element_size()))
@@ -259,7 +263,8 @@ class ReduceScatterQueue(CallQueue):
             add(Record(CALLING, self._events[slot].end.cuda_event))
 
         return {
-            gather.AwaitCall: await_call, reduce_scatter.Sum: sum_, one_shot.AddSlots: sum_,
+            gather.AwaitCall: lambda op: add(WaitEvent(CALLING, self.events(op.epoch).end.cuda_event)),
+            reduce_scatter.Sum: sum_, one_shot.AddSlots: sum_,
             reduce_scatter.Summed: summed, one_shot.Added: summed,
         }  # fmt: skip
 

@@ -77,6 +77,7 @@ class GroupState:
         #: Calls that were repeated.
         self.repeated = 0
         self._backends: dict[str, str] = {}
+        self._options: dict[str, Any] = {}
         self._broken: str | None = None
         #: 1 once the group is broken, for native code.
         self.broken_word = ctypes.c_int64(0)
@@ -134,7 +135,10 @@ class GroupState:
 
     def timeout(self, device: str) -> float:
         """Seconds after which the group's own collectives on ``device`` give up: the default deadline."""
-        options = getattr(self.group._get_backend(torch.device(device)), "options", None)
+        options = self._options.get(device)
+        if options is None:  # the backend's own object: it has the present timeout
+            options = getattr(self.group._get_backend(torch.device(device)), "options", None)
+            self._options[device] = options
         timeout = getattr(options, "_timeout", None)
         seconds = timeout.total_seconds() if timeout is not None else math.inf
         # Every wait is bounded (invariant 5), also in a group with an infinite timeout.
@@ -225,10 +229,12 @@ def state_of(op: str, group: dist.ProcessGroup | None, most: int = MOST_RANKS) -
 
 def known_state(group: Group) -> GroupState | None:
     """The state of a group that `state_of` has seen; None for other groups, and for several nodes."""
+    if group is None:
+        world = dist.group.WORLD
+        return None if world is None else _states.get(world)
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
-    found = dist.group.WORLD if group is None else group
-    return _states.get(found) if isinstance(found, dist.ProcessGroup) and dist.is_initialized() else None
+    return _states.get(group) if isinstance(group, dist.ProcessGroup) and dist.is_initialized() else None
 
 
 def states_of(op: str, name: str, most: int = MOST_RANKS) -> list[GroupState]:
