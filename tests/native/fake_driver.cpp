@@ -28,6 +28,7 @@ struct Config {
 thread_local int device = 0, has_context = 0;
 thread_local unsigned long long context = 1;
 thread_local void* stream = nullptr;
+[[maybe_unused]] int primary = 0;  // its address is the context of all threads
 int capturing = 0, launch_code = 0, encode_code = 0, recording = 1;
 int left = -1;  // launches until all are refused; negative: none is
 std::atomic<int> holds{0}, held{0};  // whether launches are held back; how many are
@@ -102,7 +103,7 @@ int note(int64_t kind, uint64_t a, uint64_t b, uint64_t c = 0, uint64_t d = 0) {
 int64_t batches = 0;  // calls that took several writes and waits
 
 // Of a call that takes `count` operations: all of them, or none.
-int refuses(int count) {
+[[maybe_unused]] int refuses(int count) {
   std::lock_guard lock(mutex);
   if (operations_left < 0 || operations_left >= count) return 0;
   if (refuse_once) operations_left = -1;
@@ -150,6 +151,10 @@ int capture_of(void*, int* status) {
 }
 
 }  // namespace
+
+#ifndef FAKE_HIP
+#include "fake_graphs.h"
+#endif
 
 extern "C" {
 
@@ -335,19 +340,12 @@ int cuStreamWaitValue32_v2(uint64_t on, uint64_t address, uint32_t value, unsign
   return flags ? 1 : note(3, on, address, value);
 }
 
-struct MemoryOperation {
-  uint32_t kind;
-  uint64_t address, value;
-  uint32_t flags;
-  uint64_t alias, padding;
-};
-
 int cuStreamBatchMemOp_v2(uint64_t on, uint32_t count, const MemoryOperation* batch, unsigned flags) {
   if (flags || count == 0 || count > 256) return 1;
   if (const int code = has_context ? refuses(static_cast<int>(count)) : 201) return code;
   batches++;
   for (const MemoryOperation* one = batch; one != batch + count; one++) {
-    if (one->flags || one->alias || (one->kind != 1 && one->kind != 2) || one->value >> 32) return 1;
+    if (is_wrong(*one)) return 1;
     if (const int code = note(one->kind == 2 ? 2 : 3, on, one->address, one->value)) return code;
   }
   return 0;
@@ -383,7 +381,7 @@ int cuGetErrorString(int code, const char** text) {
 }
 
 int cuCtxGetCurrent(void** found) {
-  *found = has_context ? &device : nullptr;
+  *found = has_context ? &primary : nullptr;
   return 0;
 }
 

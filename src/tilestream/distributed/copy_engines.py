@@ -34,7 +34,7 @@ from tilestream.arrival.device import PeerSignals
 from tilestream.core.error_record import FIELDS, RECORDS
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
-from tilestream.distributed.call_queue import CallQueue, IssuedCall
+from tilestream.distributed.call_queue import CallQueue, IssuedCall, Marked
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.program import (
@@ -314,23 +314,28 @@ class GatherQueue(CallQueue):
             if behind is not None or issued + 1 < len(program):
                 self._end(epoch, signals.overrule, stream)
             raise
+        kernel = self.kernel_of(epoch)
         if behind is None:
-            return self._watch(epoch, signals.overrule)
+            return self._watch(epoch, signals.overrule, kernel)
         try:
             behind(signals)
         finally:
-            missing = self._end(epoch, signals.overrule, stream)
+            missing = self._end(epoch, signals.overrule, stream, kernel)
         return missing
 
-    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
+    def _end(
+        self, epoch: int, overrule: Callable[[BaseException], None], calling: int,
+        kernel: torch.cuda.Event | Marked | None = None,
+    ) -> list[int]:  # fmt: skip
         """Issue the program after the kernel. Returns the ranks that were given up during the issue."""
         issue(self._finish[epoch % gather.SLOTS], (calling, epoch, 0, 0), {})
-        return self._watch(epoch, overrule)
+        return self._watch(epoch, overrule, kernel or self._events[epoch % gather.SLOTS].kernel)
 
-    def _watch(self, epoch: int, overrule: Callable[[BaseException], None]) -> list[int]:
+    def _watch(
+        self, epoch: int, overrule: Callable[[BaseException], None], kernel: torch.cuda.Event | Marked
+    ) -> list[int]:
         """Have the watchdog watch an issued call. Returns the ranks that were given up during the issue."""
-        events = self._events[epoch % gather.SLOTS]
-        self.track(IssuedCall(epoch, overrule, events.kernel, events.end, epoch))
+        self.track(IssuedCall(epoch, overrule, kernel, self._events[epoch % gather.SLOTS].end, epoch))
         with self._lock:  # from here on the watchdog treats it as a call in flight
             pending, self._pending = self._pending, None
         return [] if pending is None else pending.missing or []
@@ -611,8 +616,9 @@ class GatherRepeat(ProgramRepeat):
         for number, (name, i) in enumerate(named):
             patches[i].append(Patch(name, more(_ADDRESSES + number)))
         kernels = zip(launches, patches, strict=True)
-        parts = (*self._queue.admission(slot), *before, *kernels, *behind)
-        self.keep(slot, _ADDRESSES + len(named), parts)
+        parts = (*self._queue.admission(slot), *before, *kernels, *self._queue.mark(), *behind)
+        events = self._queue._events[slot]
+        self.keep(slot, _ADDRESSES + len(named), parts, (events.kernel, events.end) if behind else ())
 
     def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> Gathered | None:
         """See `ProgramRepeat`: all ranks' rows, None without ``return_a``, and the products."""

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tilestream.launch.observe import OPERANDS, WORDS
+from tilestream.runtime import driver
 from tilestream.runtime.driver import error_name
 from tilestream.runtime.extension import library, made
 from tilestream.runtime.sequence import Sequence, Slot
+
+logger = logging.getLogger(__name__)
 
 #: Of csrc/program.cpp.
 _PROGRAM_VERSION = 1
 _SEQUENCE, _LAUNCH = range(2)
 #: Why an issue ended, beside the driver's codes.
-_DECLINED, _STOPPED = -1, -3
+_DECLINED, _STOPPED, _WITHOUT_GRAPH = -1, -3, -5
 _BEGIN = ctypes.c_int64(0)
 
 
@@ -149,6 +153,9 @@ class NativeProgram:
         The number of values of an issue. The first is the handle of the stream of all launches.
     parts
         In order: sequences, each of which gets as many values as it has slots; and launches with their patches.
+    events
+        Issue by a graph from the third issue on, where the driver makes one. These events, by their handles, are
+        recorded behind each launch of it. None: no graph.
 
     Attributes
     ----------
@@ -162,8 +169,9 @@ class NativeProgram:
         extension.
     """
 
-    def __init__(self, values: int, parts: Iterable[Part]) -> None:
+    def __init__(self, values: int, parts: Iterable[Part], events: Iterable[int] | None = None) -> None:
         self._parts, self._library = tuple(parts), _extension()
+        self._events = () if events is None else tuple(events)
         integers = [_PROGRAM_VERSION, values, len(self._parts)]
         for part in self._parts:
             if not isinstance(part, Sequence):
@@ -180,6 +188,9 @@ class NativeProgram:
         # Without types of arguments, and with a packed string, a call costs the host half as much.
         self._issue = self._library.tilestream_program_issue
         self._issue.restype = ctypes.c_int64
+        if events is not None:
+            handles = (ctypes.c_void_p * len(self._events))(*self._events)
+            self._library.tilestream_program_use_graph(self._handle, handles, ctypes.c_int64(len(self._events)))
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_handle") and not is_finalizing():
@@ -211,6 +222,9 @@ class NativeProgram:
             if parts == self._count:
                 return True
             operations, code = stopped
+            if parts > self._count:
+                self._end_graph(code, values[0])
+                return True
             if code in (_DECLINED, _STOPPED) and not parts:
                 return False
             part = self._parts[parts]
@@ -222,6 +236,25 @@ class NativeProgram:
             except RuntimeError as error:
                 raise ProgramError(str(error), parts) from error
             first = ctypes.c_int64(parts + 1)
+
+    @property
+    def graph(self) -> tuple[int, str]:
+        """How often a graph was launched; and why there is none from now on, empty if there may be one."""
+        ask, why = self._library.tilestream_program_graph, ctypes.c_char_p()
+        ask.restype = ctypes.c_int64
+        launches: int = ask(self._handle, ctypes.byref(why))
+        return launches, (why.value or b"").decode()
+
+    def _end_graph(self, code: int, stream: int) -> None:
+        """After an issue that ended otherwise than with a launched graph and its events."""
+        if code == _WITHOUT_GRAPH:
+            logger.warning("equal calls are issued by operations of the driver, not by a graph: %s", self.graph[1])
+            return
+        try:
+            for event in self._events:
+                driver.record_event(stream, event)
+        except RuntimeError as error:
+            raise ProgramError(f"{error}; this is an event behind a graph", self._count - 1) from error
 
 
 def _extension() -> ctypes.CDLL:
