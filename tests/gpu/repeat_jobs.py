@@ -201,3 +201,54 @@ def late(rank, world, op):
     if rank == world - 1:
         time.sleep(3.0)
     return error_of_a_late_rank(ops[op])
+
+
+def _use_graphs(use: bool) -> None:
+    state = state_of("test", None)
+    with state.call():
+        for queue in state.queues.values():
+            queue.use_graphs(use)
+
+
+def _graphs() -> tuple[int, set[str]]:
+    """How many graphs have been launched, and why programs have none."""
+    repeats = state_of("test", None).repeats.values()
+    found = [program.graph for repeat in repeats for program in getattr(repeat, "programs", ()) if program is not None]
+    return sum(launches for launches, _ in found), {why for _, why in found if why}
+
+
+def by_graphs(rank, world, count):
+    """By kind: whether calls by graphs have the bits of calls by operations; graphs launched; why there are none."""
+    found = {}
+    for name, call in _kinds(rank, world):
+        if "unfused" in name:
+            continue
+        call(0)  # the queue is there
+        bits = []
+        for use in (False, True):
+            _use_graphs(use)
+            bits.append([_flat(call(i % CALLS)) for i in range(count)])
+        finish()
+        pairs = [pair for one, other in zip(*bits, strict=True) for pair in zip(one, other, strict=True)]
+        same = all(x.shape == y.shape and x.equal(y) for x, y in pairs)
+        found[name] = same and not any(x.isnan().any() for x, _ in pairs), *_graphs()
+    return found
+
+
+def thousands_by_graphs(rank, world, name, count):
+    """The largest error of calls by graphs, of late ranks and on two streams; graphs launched; why there are none."""
+    call, worst = dict(_kinds(rank, world))[name], Worst()
+    expected = [_flat(call(i)) for i in range(3)]
+    finish()
+    _use_graphs(True)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for i in range(count):
+        stream = streams[i // 7 % 2]
+        stream.wait_stream(streams[(i // 7 + 1) % 2])
+        with torch.cuda.stream(stream):
+            for out, right in zip(_flat(call(i % 3)), expected[i % 3], strict=True):
+                worst.add(out, right)
+        if i % 64 == rank:
+            time.sleep(0.002)
+    streams[0].wait_stream(streams[1])
+    return worst.get(), *_graphs()
