@@ -114,9 +114,8 @@ const char* Graph::add(const Sequence::Operation& operation) {
     case Kind::kWaitEvent: {
       const auto& [slot, event] = of(1);
       if (slot >= 0) return "an event is another one at each issue";
-      if (operation.kind == Kind::kRecord) {
-        recorded_[event] = last_[stream];
-        return nullptr;
+      if (operation.kind == Kind::kRecord) {  // `joins` knows the last record of an event alone
+        return recorded_.try_emplace(event, last_[stream]).second ? nullptr : "an event is recorded twice";
       }
       const auto found = recorded_.find(event);
       if (found == recorded_.end()) return "it waits for an event of another call behind an operation";

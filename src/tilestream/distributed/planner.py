@@ -13,6 +13,7 @@ from tilestream.distributed.collective import agree
 from tilestream.distributed.counting import NONE_COUNTED, VARIABLE, counting
 from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash, unless_host_bound
 from tilestream.distributed.group_state import GroupState
+from tilestream.distributed.issuing import by_graphs
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.distributed.symmetric import connect, why_not
@@ -60,6 +61,7 @@ def make_plan(
     )  # fmt: skip
     found = state.plans.get(key)
     if found is None:
+        by_graphs()  # here a wrong value of its variable raises before ranks wait for one another
         if len(state.plans) >= _MOST_PLANS:
             state.plans.clear()
         counted = counting() == "all" or (counting() == "captured" and state.capture(x) > 0)

@@ -125,7 +125,7 @@ class WaitEvent(NamedTuple):
 
 
 class AwaitEvent(NamedTuple):
-    """Wait on the host until an event is complete. Neither the GIL nor a lock of the extension is held."""
+    """Wait on the host until an event is complete. The GIL is not held."""
 
     event: Operand | Event
 
