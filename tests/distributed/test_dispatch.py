@@ -439,7 +439,7 @@ def test_calls_with_other_kernels_are_other_kinds(monkeypatch, count, change):
     assert re.search(r"differ in kind: K 8, columns 3584, .*rank 0, K \d+, columns .*rank 1\. All ranks", str(error))
 
 
-def test_a_kind_is_said_in_words_that_a_handshake_has_room_for():
+def test_a_kind_is_said_in_words():
     a, b = torch.empty(0, 8, dtype=torch.bfloat16), torch.empty(8, 3584, device="meta")
     one = Request("all_gather_matmul", a, [b], [None], ["none"], None, [None], return_a=True)
     assert one.kind == "K 8, columns 3584, fast_accum True, return_a True"
@@ -451,9 +451,6 @@ def test_a_kind_is_said_in_words_that_a_handshake_has_room_for():
         "K 8, columns 3584+3584, scales 1 7 -, bias -b, activation relu+none, out_dtype float32, fast_accum True, "
         "return_a True"
     )
-    most, more = (many._replace(bs=[b] * count).kind for count in (40, 41))
-    assert len(most) == len(more) < 20
-    assert most != more
 
 
 def test_nothing_is_made_for_captures_that_hold_no_fused_call(monkeypatch, count):

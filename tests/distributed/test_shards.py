@@ -65,4 +65,15 @@ def test_a_handshake_names_the_fields_that_differ():
 
 def test_a_handshake_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match=f"bytes of {HANDSHAKE_BYTES}"):
-        encode({"a_shard": "x" * HANDSHAKE_BYTES})
+        encode({f"field {number}": "x" for number in range(40)})
+
+
+def test_of_what_a_handshake_has_no_room_for_there_is_a_hash():
+    long = {"op": "all_gather_matmul", "kind": "K 8, " * 80, "a_shard": "[1, " * 60}
+    mine, other = encode(long), encode({**long, "kind": "K 9, " * 80})
+    assert len(mine) == len(other) == HANDSHAKE_BYTES
+    assert b"[1, [1, " in mine, "the longest alone, if that suffices"
+    error = str(difference("op", mine, 0, other, 1))
+    assert "differ in kind: " in error
+    assert "a_shard" not in error
+    assert encode({**long, "a_shard": "[2, " * 200}) != encode({**long, "a_shard": "[3, " * 200}), "or several"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -36,8 +35,6 @@ ReduceOp = Literal["sum", "avg"]
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
 
 _LISTS, _MAYBE_DTYPE = (list, tuple), (type(None), torch.dtype)
-#: The most characters of `Request.kind`, which a handshake has room for; of more there is a hash.
-_MOST_WORDS = 120
 #: The parameters of `native.product` after the operands, with the values of a plain product.
 _PLAIN_PRODUCT: tuple[tuple[str, object], ...] = (
     ("out", None), ("bias", None), ("residual", None), ("alpha", 1.0), ("beta", 1.0), ("activation", None),
@@ -124,9 +121,7 @@ class Request(NamedTuple):
             "out_dtype": "" if self.out_dtype is None else dtype_name(self.out_dtype),
             "fast_accum": self.fast_accum, "return_a": self.return_a,
         }  # fmt: skip
-        text = ", ".join(f"{name} {value}" for name, value in parts.items() if value != "")
-        # Of many operands the words would not fit a handshake.
-        return text if len(text) <= _MOST_WORDS else hashlib.sha256(text.encode()).hexdigest()[:16]
+        return ", ".join(f"{name} {value}" for name, value in parts.items() if value != "")
 
     def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:
         """``a @ bs[i]`` with the call's options, except ``changes``."""

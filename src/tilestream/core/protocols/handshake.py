@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 
 #: Bytes of a handshake. All have the same size, because a receiver does not know which op the sender calls.
 HANDSHAKE_BYTES = 512
+#: Hexadecimal digits in place of a value that there is no room for.
+_DIGITS = 16
 
 
 def encode(fields: Mapping[str, object]) -> bytes:
-    """``fields`` as `HANDSHAKE_BYTES` bytes."""
-    text = json.dumps({name: str(value) for name, value in fields.items()}, separators=(",", ":")).encode()
-    if len(text) > HANDSHAKE_BYTES:
-        raise ValueError(f"handshake: {len(text)} bytes of {HANDSHAKE_BYTES}: {text.decode()}")
+    """``fields`` as `HANDSHAKE_BYTES` bytes; if there is no room, of the longest values a hash alone."""
+    said = {name: str(value) for name, value in fields.items()}
+    while len(text := json.dumps(said, separators=(",", ":")).encode()) > HANDSHAKE_BYTES:
+        longest = max(said, key=lambda name: len(said[name]))
+        if len(said[longest]) <= _DIGITS:
+            raise ValueError(f"handshake: {len(text)} bytes of {HANDSHAKE_BYTES}: {text.decode()}")
+        said[longest] = hashlib.sha256(said[longest].encode()).hexdigest()[:_DIGITS]
     return text.ljust(HANDSHAKE_BYTES)
 
 
