@@ -45,6 +45,8 @@ def _process_stays_as_it_was():
         pytest.fail("the test left torch's gradients off for its process")
     logger = logging.getLogger("tilestream")
     if not logger.isEnabledFor(logging.WARNING):
+        logging.disable(logging.NOTSET)
+        logger.disabled = False
         logger.setLevel(logging.NOTSET)
         pytest.fail("the test left this package's warnings off for its process")
 

@@ -232,8 +232,8 @@ class GraphRank:
         self.tensor = torch.zeros(shards.batches, shards.rows, shards.width)
         self.results: list[torch.Tensor] = []
         self.issued = 0
-        #: The number of the calls' form.
-        self.form = 5
+        #: The number of the calls' form; whether a gather gives all ranks' rows, too.
+        self.form, self.gives_rows = 5, False
         self._kept: list[object] = []
         if kind is not GraphGather:
             self.keep_parts()
@@ -282,7 +282,8 @@ class GraphRank:
             self.await_rows(rows.data, arrival, out)
             return [out]
 
-        self.queue.gather(self.shards, ScaledRows(self.tensor, None), None, compute, 1.0, self.form)
+        gathered = torch.empty(self.shards.shape) if self.gives_rows else None
+        self.queue.gather(self.shards, ScaledRows(self.tensor, None), gathered, compute, 1.0, self.form)
         return out
 
     def await_rows(self, rows: torch.Tensor, arrival, out: torch.Tensor) -> None:
