@@ -49,7 +49,7 @@ COUNTS = {
         "sm_90a": 55, "gfx942": 78, "gfx950": 73, "sm_80": 4, "sm_89": 4, "sm_100": 1, "sm_103": 1, "sm_110": 1,
         "sm_120": 4,
     },
-    "one tile": {"sm_90a": 478},
+    "one tile": {"sm_90a": 994},
     "hopper gemm": {"sm_90a": 826},
     "hopper grouped": {"sm_90a": 380},
     "hopper grouped sources": {"sm_90a": 158},

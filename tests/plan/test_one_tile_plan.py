@@ -47,6 +47,49 @@ def test_a_small_product_takes_it_and_says_why():
     )
 
 
+#: Vectors of A and B, block and stages of tiles that spill with Triton 3.9, by the compile gate: where K is cut, and
+#: with more than a plain epilogue.
+SPILL_CUT = (
+    ((2, 2), (16, 32, 128, 3)), ((8, 1), (16, 32, 128, 3)), ((1, 1), (64, 128, 32, 2)), ((8, 1), (128, 64, 64, 3)),
+    ((1, 8), (64, 128, 64, 3)),
+)  # fmt: skip
+SPILL_MORE = (
+    *SPILL_CUT, ((8, 8), (128, 64, 64, 3)), ((8, 8), (128, 64, 64, 5)), ((4, 4), (128, 64, 64, 3)),
+    ((4, 4), (64, 128, 64, 3)), ((4, 4), (64, 128, 64, 4)), ((2, 2), (64, 128, 32, 2)),
+)  # fmt: skip
+#: Of the same tiles and vectors some that do not.
+FIT = (
+    ((8, 8), (16, 32, 128, 3)), ((4, 4), (16, 32, 128, 3)), ((1, 8), (16, 32, 128, 3)), ((8, 8), (64, 128, 64, 5)),
+    ((1, 1), (32, 32, 128, 3)), ((2, 2), (64, 64, 64, 3)), ((8, 8), (128, 128, 64, 4)),
+)  # fmt: skip
+
+
+def test_no_program_spills():
+    def fits(vectors: tuple[int, int], shape: tuple[int, ...], plain: bool, is_cut: bool) -> bool:
+        (tile,) = (one for one in one_tile.TILES[2] if (*one[:3], one.stages) == shape)
+        problem = Problem(640, 640, 640, **BF16, aligned=False, vectors=vectors, plain=plain)
+        return one_tile.Way(problem, H100, tile).has_registers(is_cut)
+
+    for one in SPILL_MORE:
+        assert not fits(*one, plain=False, is_cut=True), one
+        assert not fits(*one, plain=False, is_cut=False), one
+        assert fits(*one, plain=True, is_cut=True) is (one not in SPILL_CUT), one
+        assert fits(*one, plain=True, is_cut=False), one
+    for one in FIT:
+        assert fits(*one, plain=False, is_cut=True), one
+
+
+def test_what_spills_is_no_candidate():
+    made = Problem(64, 256, 2048, **BF16, aligned=False, vectors=(2, 2))
+    whole, cut = ({one.block for one in candidates(made, kinds=(kind,))} for kind in ("static", "stream_k"))
+    assert (16, 32, 128) in whole
+    assert cut
+    assert (16, 32, 128) not in cut
+    assert (16, 32, 128) in {one.block for one in candidates(replace(made, vectors=(8, 8)), kinds=("stream_k",))}
+    bytes_ = Problem(640, 640, 640, dtype="float8_e4m3fn", out_dtype="bfloat16", scales="row", plain=False)
+    assert (128, 64) in {one.block[:2] for one in candidates(bytes_)}, "of 8 bits none spills"
+
+
 def test_a_long_k_is_cut_into_shares_of_a_tile_each():
     """No share has parts of two tiles, and none is past the end of K."""
     cut = 0

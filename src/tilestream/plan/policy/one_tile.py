@@ -43,6 +43,11 @@ MOST_OPERATIONS = 8e9
 #: The most that a thread holds: an address for each copy of the K steps that are ahead, and its accumulator. With 160
 #: Triton 3.6 spills up to 232 bytes.
 MOST_HELD = 144
+#: Of tiles of 16 bits whose K is cut, or with more than a plain epilogue: what a thread of two warps holds at most; and
+#: the elements of the accumulator that a thread of four warps has with copies of vectors alone, or before more than a
+#: plain epilogue with whole ones alone, of tiles with at most so many rows. Else Triton 3.9 spills up to 824 bytes, 3.7
+#: and 3.6 up to 144.
+MOST_OF_TWO_WARPS, ROOMY, MOST_ROWS = 96, 64, 64
 #: Stages of a shallow pipeline.
 SHALLOW = 3
 #: The most K steps of a program with a shallow pipeline whose copies are whole vectors, and the fewest with a deep one.
@@ -177,7 +182,7 @@ def candidates(
         if tile.block_k < MOST_SHORT < problem.k:
             continue
         way = Way(problem, device, tile, rates)
-        if way.held > MOST_HELD or max(problem.batch, way.num_m) > _MOST_OF_A_GRID:
+        if max(problem.batch, way.num_m) > _MOST_OF_A_GRID:
             continue
         for parts in PARTS:
             most = workers if limited else (MOST_PROGRAMS if parts == 1 else MOST_SHARES) * workers
@@ -188,7 +193,7 @@ def candidates(
                 continue
             kind: Kind = "static" if parts == 1 else "stream_k"
             steps = cdiv(way.steps, parts)  # all shares alike: none has parts of two tiles
-            if kind in kinds and way.is_apt(steps, parts):
+            if kind in kinds and way.is_apt(steps, parts) and way.has_registers(parts > 1):
                 make = functools.partial(way.schedule, kind, steps, parts)
                 yield Deferred(way.alike, kind, way.seconds(steps, parts), way.tiles, programs, "", make)
 
@@ -240,6 +245,15 @@ class Way:
         rates = rates or rates_of(problem, device)
         self._multiplying, self._memory = 2 * self._elements * tile.block_k / rates.peak, rates.memory
         self.alike = {**_ALIKE, "block": tile[:3], "warps": tile.warps, "stages": tile.stages}
+
+    def has_registers(self, is_cut: bool) -> bool:
+        """Whether nothing spills, with Triton 3.6, 3.7 and 3.9. ``is_cut``: whether a program has a part of K."""
+        tile, is_plain = self.tile, self.problem.plain
+        if self.held > MOST_HELD or ITEMSIZE[self.problem.dtype] == 1 or (is_plain and not is_cut):
+            return self.held <= MOST_HELD
+        if tile.warps != 4 or self._elements < ROOMY * self._threads:
+            return tile.warps > 2 or self.held <= MOST_OF_TWO_WARPS
+        return min(self._vectors) > 1 if is_plain else self.whole and tile.block_m <= MOST_ROWS
 
     def is_apt(self, steps: int, parts: int) -> bool:
         """Whether ``steps`` of a program are what its pipeline is for, and no part is past the end of K."""
