@@ -56,18 +56,18 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
             is_plain = how == "plain" or not more.has_registers(True)
             if not way.has_registers(how != "plain"):
                 continue
-            how = "shares" if how == "worst" and is_plain else how
+            named = "shares" if how == "worst" and is_plain else how
             for layout in ("nt",) if "8" in dtype or "clusters" in how else ("nn", "nt", "tn", "tt"):
                 widths_of = str(vectors[0]) if vectors[0] == vectors[1] else f"{vectors[0]} and {vectors[1]}"
                 of_vectors = f" in vectors of {widths_of}" * (not aligned)
                 shape = "x".join(map(str, tile[:3]))
-                name = f"{dtype}{of_vectors} {shape} of {tile.stages} {how} {layout}"
+                name = f"{dtype}{of_vectors} {shape} of {tile.stages} {named} {layout}"
                 if is_wanted(_ARCH, name):
                     yield Case(_ARCH, name, *_made(problem, tile, how, layout, is_plain), how)
 
 
 def _made(problem: Problem, tile: Tile, how: str, layout: str, is_plain: bool) -> tuple[Plan, Layout]:
-    extent, parts = problem.m, HOWS.get(how, HOWS["worst"])
+    extent, parts = problem.m, HOWS[how]
     strides = {"n": (0, extent, 1), "t": (0, 1, extent)}
     made = Layout(strides[layout[0]], strides[layout[1]], (0, _SIZE, 1))
     if not is_plain:
@@ -81,7 +81,7 @@ def _made(problem: Problem, tile: Tile, how: str, layout: str, is_plain: bool) -
     schedule = Schedule("static", grid, Raster("row_major"), grid.tiles)
     if parts > 1:
         # Shares that begin inside of a tile are no cluster's.
-        shares, steps = parts * grid.tiles + (how in ("worst", "shares")), parts * grid.k_steps
+        shares, steps = parts * grid.tiles + (how == "worst"), parts * grid.k_steps
         schedule = Schedule("stream_k", replace(grid, k_steps=steps), Raster("row_major"), shares, shares=shares)
     candidate = Candidate(ONE_TILE, tile[:3], schedule, 1.0, tile.warps, tile.stages)
     return of_candidate(problem, DEVICES[_ARCH], "portable", candidate, how), made
@@ -105,6 +105,6 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
         found["shared memory has room for the sums"] = (needed <= DEVICES[_ARCH].shared, True)
     found["what stands before the count of a tile's parts"] = (
         before_counts(ptx),
-        {"bar"} if case.how in ("worst", "shares") else set(),
+        {"bar"} if case.how == "worst" else set(),
     )
     return found
