@@ -38,7 +38,7 @@ COUNTS = {
         "sm_120": 56,
     },
     "portable attention": {
-        "sm_90a": 236, "gfx942": 206, "gfx950": 236, "sm_80": 39, "sm_89": 49, "sm_100": 49, "sm_103": 6, "sm_110": 6,
+        "sm_90a": 241, "gfx942": 206, "gfx950": 236, "sm_80": 39, "sm_89": 49, "sm_100": 49, "sm_103": 6, "sm_110": 6,
         "sm_120": 49,
     },
     "portable grouped": {
@@ -53,7 +53,7 @@ COUNTS = {
     "hopper gemm": {"sm_90a": 826},
     "hopper grouped": {"sm_90a": 380},
     "hopper grouped sources": {"sm_90a": 158},
-    "hopper attention": {"sm_90a": 149},
+    "hopper attention": {"sm_90a": 153},
     "hopper realign": {"sm_90a": 10},
     "hopper strips": {"sm_90a": 100},
     "cdna gemm": {"gfx942": 150, "gfx950": 159},
