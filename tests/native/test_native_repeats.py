@@ -456,6 +456,41 @@ def test_a_repeated_sum_begins_behind_the_end_of_the_last_call(state, extension,
         assert last.side.cuda_event not in [one[2] for one in others if one[0] == WAIT_EVENT]
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["operations", "graphs"])
+@pytest.mark.parametrize("one_shot", [False, True], ids=["sum", "all-reduce"])
+def test_an_interrupt_behind_an_issued_sum_records_no_event_that_waits_for_a_peer(
+    state, extension, driver, cuda, monkeypatch, one_shot, graphs
+):
+    """Ctrl-C comes when the native call returns. The watchdog releases a stream once the kernel has ended."""
+    sums, a, b = Sums(state, extension, driver, one_shot), zeros(16, 64), zeros(64, 32)
+    sums.queue.use_graphs(graphs)
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(a, b)
+    for _ in range(3 * gather.SLOTS):
+        assert plain(state, a, b).repeated() is not None
+    events, side = sums.queue.events_in(sums.queue.next_slot), sums.queue._side.cuda_stream
+    issue, record = native_program.NativeProgram.issue, type(events.kernel).record
+    recorded: list[tuple[int, int]] = []
+
+    def interrupted(self: Any, *values: int) -> bool:
+        assert issue(self, *values)
+        raise KeyboardInterrupt
+
+    def noted(self: Any, stream: Any = None) -> None:
+        recorded.append((self.cuda_event, stream.cuda_stream))
+        record(self, stream)
+
+    monkeypatch.setattr(native_program.NativeProgram, "issue", interrupted)
+    monkeypatch.setattr(type(events.kernel), "record", noted)
+    with pytest.raises(KeyboardInterrupt):
+        plain(state, a, b).repeated()
+    call = sums.queue._calls[-1]
+    again = [stream for event, stream in recorded if event == events.kernel.cuda_event]
+    assert isinstance(call.kernel, call_queue.Marked) or again == [], "it would be behind the waits for the peers"
+    if graphs:  # the whole call is on the calling stream
+        assert (events.side.cuda_event, side) not in recorded or one_shot, "the call would count as ended at once"
+
+
 def test_torchs_allocator_is_told_once_who_uses_the_memory_of_parts(state, extension, driver, cuda, monkeypatch):
     sums, a, b = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):
