@@ -165,13 +165,14 @@ EXPORT void* tilestream_program_make(const int64_t* integers, int64_t count, con
 }
 
 // Issue the parts from `first` on: see `Program::issue`. Returns the number of parts that are issued. `stopped`: the
-// issued operations of the next one, and the code.
+// issued operations of the next one, the code, and that number once more, as an interrupt may lose what is returned.
 EXPORT int64_t tilestream_program_issue(
     const void* program, const uint64_t* values, int32_t device, int64_t first, int64_t* stopped) {
   const auto& issued = *static_cast<const tilestream::Program*>(program);
   const auto progress = issued.issue({values, issued.values()}, device, static_cast<size_t>(first));
   stopped[0] = static_cast<int64_t>(progress.operations);
   stopped[1] = progress.code;
+  stopped[2] = static_cast<int64_t>(progress.parts);
   return static_cast<int64_t>(progress.parts);
 }
 

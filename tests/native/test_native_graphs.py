@@ -613,6 +613,90 @@ def test_the_end_of_a_kernel_is_marked_in_host_memory(by_graphs, driver, issued,
                                [one[2] for one in driver.operations() if one[0] == WAIT])  # fmt: skip
 
 
+def interrupt_behind_the_native_call(program: NativeProgram, monkeypatch: Any) -> None:
+    """As Python raises Ctrl-C: when the call has ended, whose result is lost."""
+    native = program._issue
+
+    def interrupted(*given: Any) -> int:
+        native(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "_issue", interrupted)
+
+
+@pytest.mark.parametrize("use", [False, True], ids=["operations", "graphs"])
+@pytest.mark.parametrize(
+    "kind", ["push", "pull", "push, all rows", "pull, all rows", "sum", "all-reduce"], indirect=True
+)
+def test_an_interrupt_behind_an_issued_call_issues_nothing_again(graphs, driver, state, issued, kind, monkeypatch, use):  # noqa: F811
+    """An event that is recorded again would wait for the peers, and what releases the stream waits for the event."""
+    kind.queue.use_graphs(use)
+    for _ in range(1 + gather.SLOTS):
+        kind.usual()
+    for _ in range((BEFORE + 1) * gather.SLOTS):
+        driver.forget()
+        graphs.fails()
+        assert kind.repeated() is not None
+    whole, tracked = [one[:2] for one in driver.operations()], list[Any]()
+    interrupt_behind_the_native_call(issued[-gather.SLOTS].program, monkeypatch)
+    monkeypatch.setattr(kind.queue, "track", tracked.append)
+    driver.forget()
+    graphs.fails()
+    with pytest.raises(KeyboardInterrupt):
+        kind.repeated()
+    assert [one[:2] for one in driver.operations()] == whole
+    assert graphs.calls(LAUNCH_GRAPH) == use
+    (call,) = tracked
+    assert (call.epoch, call.kernel) == (kind.queue._epoch, kind.queue.kernel_of(kind.queue._epoch))
+    assert not state.broken, "the peers have all that they wait for"
+    assert getattr(kind.queue, "_pending", None) is None
+
+
+@pytest.mark.parametrize("refused", ["interrupt", "once more"])
+@pytest.mark.parametrize("kind", ["push", "pull", "sum", "all-reduce"], indirect=True)
+def test_a_call_by_a_graph_without_its_events_gets_them_and_is_watched(
+    by_graphs, driver, state, issued, kind, monkeypatch, refused  # noqa: F811
+):  # fmt: skip
+    for _ in range(1 + gather.SLOTS):
+        kind.usual()
+    for _ in range((BEFORE + 1) * gather.SLOTS):
+        driver.forget()
+        assert kind.repeated() is not None
+    program, before = issued[-gather.SLOTS].program, [one for one in driver.operations() if one[0] != LAUNCH]
+    assert [one[0] for one in before[-2:]] == [RECORD, RECORD]
+    assert len(program._events) == 2
+    tracked, recorded, errors = list[Any](), list[tuple[int, int]](), [RuntimeError("the driver refuses")]
+
+    def record(stream: int, event: int) -> None:
+        if errors:
+            raise errors.pop()
+        recorded.append((stream, event))
+
+    if refused == "interrupt":
+        errors.clear()
+        interrupt_behind_the_native_call(program, monkeypatch)
+    monkeypatch.setattr(native_program.driver, "record_event", record)
+    monkeypatch.setattr(kind.queue, "track", tracked.append)
+    driver.forget()
+    by_graphs.fails()
+    driver.library.fake_refuse_operations(len(before) - 2, ILLEGAL)
+    try:
+        with pytest.raises(KeyboardInterrupt if refused == "interrupt" else ProgramError):
+            kind.repeated()
+    finally:
+        driver.library.fake_refuse_operations(-1, 0)
+    assert by_graphs.calls(LAUNCH_GRAPH) == 1
+    assert len([one for one in driver.operations() if one[0] != LAUNCH]) == len(before) - 2, "no event by another way"
+    events = kind.queue._events[kind.queue._epoch % gather.SLOTS]
+    assert recorded == [(before[-1][1], event) for event in program._events]
+    assert program._events[-1] == events.end.cuda_event
+    (call,) = tracked
+    assert call.epoch == kind.queue._epoch
+    assert isinstance(call.kernel, Marked)
+    assert not state.broken
+    assert getattr(kind.queue, "_pending", None) is None
+
+
 def test_an_event_of_the_call_before_the_last_is_recorded_behind_its_graph(by_graphs, driver, state, extension, cuda):  # noqa: F811
     """What the next calls and the usual way wait for."""
     sums, x, w = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)

@@ -148,6 +148,31 @@ def test_a_refused_operation_is_tried_once_more_by_python_and_the_rest_follows(e
     assert [one[0] for one in driver.operations()] == [LAUNCH, RECORD]
 
 
+@pytest.mark.parametrize(("refused", "parts"), [(False, 3), (True, 1)])
+def test_an_interrupt_behind_the_native_call_does_not_lose_how_far_it_came(
+    extension, driver, library, monkeypatch, refused, parts
+):
+    made, out = Prepared(extension, driver), torch.zeros(16, 32, dtype=torch.bfloat16)
+    native, error = made.program._issue, KeyboardInterrupt()
+    assert made.issue(0x51, 8, made.x, out)
+    made.program.progress = None
+    assert made.program.recover(error, 0x51) == 0, "the issue has not begun"
+
+    def interrupted(*given: Any) -> int:
+        native(*given)
+        raise error
+
+    monkeypatch.setattr(made.program, "_issue", interrupted)
+    if refused:
+        driver.state(launch=ILLEGAL)
+    with pytest.raises(KeyboardInterrupt):
+        made.issue(0x51, 9, made.x, out)
+    driver.forget()
+    assert made.program.recover(error, 0x51) == parts
+    assert driver.operations() == []
+    assert made.program.recover(ProgramError("refused", 2), 0x51) == 2
+
+
 def test_launches_are_kept_in_the_block_alone_and_in_order(extension, driver, library):
     pairs = [call(), call(m=24)]
     made = [Launch(driver, x) for x in pairs]

@@ -299,28 +299,34 @@ class GatherQueue(CallQueue):
         if way == "pull":
             self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
             self._watchdog.wake()
+        program.progress = None
         try:
             if not program.issue(index, stream, epoch, rows, scales, allowed, self._heard, *addresses):
                 with self._lock:
                     self._pending = None
                 self.take_back(epoch)
                 return None
+            if behind is None:
+                return self._watch(epoch, signals.overrule, self.kernel_of(epoch))
         except BaseException as error:
-            issued = error.parts if isinstance(error, ProgramError) else 0
-            if issued < program.first_launch:  # peers may wait for the rest of the call
-                self._abort_half_issued(error)
+            issued = program.recover(error, stream)
+            if issued == len(program):  # an interrupt came behind the issue: no event is recorded again
+                if behind is None:
+                    self._watch(epoch, signals.overrule, self.kernel_of(epoch))
+                else:
+                    self._end(epoch, signals.overrule, stream, self.kernel_of(epoch))
+                raise
+            if issued < program.first_launch or not isinstance(error, ProgramError):
+                self._abort_half_issued(error)  # peers may wait for the rest of the call
             else:  # the peers get their rows
                 self._without_kernel[epoch] = signals, seconds
             if behind is not None or issued + 1 < len(program):
                 self._end(epoch, signals.overrule, stream)
             raise
-        kernel = self.kernel_of(epoch)
-        if behind is None:
-            return self._watch(epoch, signals.overrule, kernel)
         try:
             behind(signals)
         finally:
-            missing = self._end(epoch, signals.overrule, stream, kernel)
+            missing = self._end(epoch, signals.overrule, stream, self.kernel_of(epoch))
         return missing
 
     def _end(

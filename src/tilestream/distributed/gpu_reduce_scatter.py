@@ -46,7 +46,7 @@ from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, Program
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
-from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, ProgramError, keeping
+from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, keeping
 from tilestream.launch.observe import observe
 from tilestream.ops.publish import Publication
 from tilestream.ops.scales import canonical_scales
@@ -233,16 +233,21 @@ class ReduceScatterQueue(CallQueue):
                 received.record_stream(stream)
             self._recorded = weakref.ref(received), calling
         there = 0 if received is None else received.data_ptr()
+        program.progress = None
         try:
             if not program.issue(device, calling.cuda_stream, epoch, before, there, *addresses):
                 self.take_back(epoch)
                 return False
-            self._flag_value += flags
+            self._flag_value = before + flags
             self.track(self.issued_call(*of_call, self.kernel_of(epoch)))
         except BaseException as error:
-            self._flag_value += flags
+            self._flag_value = before + flags
+            issued = program.recover(error, calling.cuda_stream)
+            if issued == len(program):  # an interrupt came behind the issue, and the peers get what they wait for
+                self.track(self.issued_call(*of_call, self.kernel_of(epoch)))
+                raise
             call = Issuing(self, *of_call, calling, side)
-            call.has_kernel = isinstance(error, ProgramError) and error.parts > kernel
+            call.has_kernel = issued > kernel
             self.recover_half_issued(error, call)
             raise
         return True

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _PROGRAM_VERSION = 1
 _SEQUENCE, _LAUNCH = range(2)
 #: Why an issue ended, beside the driver's codes.
-_DECLINED, _STOPPED, _WITHOUT_GRAPH = -1, -3, -5
+_DECLINED, _STOPPED, _UNRECORDED, _WITHOUT_GRAPH = -1, -3, -4, -5
 _BEGIN = ctypes.c_int64(0)
 
 
@@ -161,6 +161,9 @@ class NativeProgram:
     ----------
     first_launch : int
         The number of the first part that is a launch; the number of parts if none is.
+    progress : ctypes.Array or None
+        How far the native call has come in the last issue. Have it be None before an issue that `recover` may follow:
+        an interrupt may come before the issue begins.
 
     Raises
     ------
@@ -182,8 +185,9 @@ class NativeProgram:
                 integers += [_SEQUENCE, part.handle, 0]
         kinds = [isinstance(part, Sequence) for part in self._parts]
         self.first_launch = kinds.index(False) if False in kinds else len(kinds)
-        self._packed, self._stopped = struct.Struct(f"={values}Q").pack, ctypes.c_int64 * 2
+        self._packed, self._stopped = struct.Struct(f"={values}Q").pack, ctypes.c_int64 * 3
         self._count = len(self._parts)
+        self.progress: ctypes.Array[ctypes.c_int64] | None = None
         self._handle = ctypes.c_void_p(made(self._library, "tilestream_program_make", integers))
         # Without types of arguments, and with a packed string, a call costs the host half as much.
         self._issue = self._library.tilestream_program_issue
@@ -217,11 +221,12 @@ class NativeProgram:
             If the driver refuses a part.
         """
         given, stopped, first = self._packed(*values), self._stopped(), _BEGIN
+        self.progress = stopped
         while True:
             parts = self._issue(self._handle, given, device, first, stopped)
             if parts == self._count:
                 return True
-            operations, code = stopped
+            operations, code, _ = stopped
             if parts > self._count:
                 self._end_graph(code, values[0])
                 return True
@@ -237,6 +242,22 @@ class NativeProgram:
                 raise ProgramError(str(error), parts) from error
             first = ctypes.c_int64(parts + 1)
 
+    def recover(self, error: BaseException, stream: int) -> int:
+        """The number of parts that were issued before ``error`` came out of `issue`, or right behind it.
+
+        An interrupt comes when the native call has returned, and what that says is lost but for `progress`. Events that
+        a graph has been launched without are recorded on ``stream``.
+        """
+        _, code, parts = (0, 0, 0) if self.progress is None else self.progress
+        if parts > self._count and code == _UNRECORDED:
+            try:
+                self._record_events(stream)
+            except RuntimeError:  # as in `issue`
+                return self._count - 1
+        elif isinstance(error, ProgramError):
+            return error.parts
+        return min(parts, self._count)
+
     @property
     def graph(self) -> tuple[int, str]:
         """How often a graph was launched; and why there is none from now on, empty if there may be one."""
@@ -251,10 +272,13 @@ class NativeProgram:
             logger.warning("equal calls are issued by operations of the driver, not by a graph: %s", self.graph[1])
             return
         try:
-            for event in self._events:
-                driver.record_event(stream, event)
+            self._record_events(stream)
         except RuntimeError as error:
             raise ProgramError(f"{error}; this is an event behind a graph", self._count - 1) from error
+
+    def _record_events(self, stream: int) -> None:
+        for event in self._events:
+            driver.record_event(stream, event)
 
 
 def _extension() -> ctypes.CDLL:
