@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from made_up import H100, reason
@@ -46,6 +47,12 @@ def test_one_item_each_needs_no_queue():
     assert made.schedule.grid.tiles <= made.workers
     assert made.schedule.kind == "static"
     assert "nothing for a queue" in reason(made, "dynamic")
+
+
+@pytest.mark.parametrize(("tiles", "kind"), [(131, "static"), (132, "static"), (133, "dynamic")])
+def test_a_grid_of_one_wave_stays_one_beside_a_queue_that_costs_nothing(tiles, kind):
+    ranking = [SimpleNamespace(kind=one, tiles=tiles, workers=132, predicted=1.0) for one in ("static", "dynamic")]
+    assert planner.fastest(ranking).kind == kind
 
 
 def test_a_queue_that_costs_less_than_one_percent_is_taken_and_its_price_named(ticket, monkeypatch):

@@ -187,6 +187,13 @@ def test_refused(said):
         plan(**REFUSED[said])
 
 
+@pytest.mark.parametrize("given", [1, 0, None])
+@pytest.mark.parametrize("sources", [None, 2])
+def test_what_arrives_is_true_or_false(given, sources):
+    with pytest.raises(TypeError, match=f"arrives={given}; it must be True or False"):
+        plan(sources=sources, arrives=given)
+
+
 def test_scales_of_blocks_are_of_8_bits():
     with pytest.raises(TypeError, match="scales='block': operands are bfloat16; they are of float8_e4m3fn"):
         plan(scales="block")

@@ -149,9 +149,10 @@ def test_no_cluster_has_more_ctas_than_a_device_has_sms(sms):
     assert max(found) == max((parts for parts in CLUSTERS if parts <= sms), default=1)
 
 
-def test_a_plan_of_clusters_does_not_run_under_a_limit():
-    made = plan_problem(SHARED, device=H100)
-    assert cluster_of(made.schedule) > 1
+@pytest.mark.parametrize("size", CLUSTERS)
+def test_a_plan_of_clusters_does_not_run_under_a_limit(size):
+    schedule = next(one.schedule for one in candidates(SHARED) if cluster_of(one.schedule) == size)
+    made = replace(plan_problem(SHARED, device=H100), schedule=schedule)
     with ts.worker_limit(132):
         execute._check_limit(made)
     with ts.worker_limit(131), pytest.raises(ValueError, match="CTAs of clusters, which begin together"):
