@@ -174,6 +174,21 @@ def test_marks_that_name_no_form_are_found_either_way(text):
         assert "made of rows of another call" in str(found.fault)
 
 
+def in_the_pool(rank, world, slot):
+    """A host that makes a slot in the graph's pool and keeps it as long as the graph."""
+    yield replay.Reserve(slot, replay.POOL)
+    yield replay.Keep(slot, replay.GRAPH)
+    return None
+
+
+@pytest.mark.parametrize(("destroyed", "kind"), [((), None), ((0,), "freed memory")])
+def test_what_a_graph_alone_holds_is_freed_with_it(destroyed, kind):
+    case = ReplayCase(destroyed=destroyed, prepare=in_the_pool)
+    for found in (outcome(case, reduce=False), outcome(case)):
+        assert (found.fault and found.fault.kind) == kind
+        assert found.complete or kind
+
+
 def test_bugs_of_many_states_are_found_either_way():
     bugs = {bug.name: bug for bug in seeded_bugs()}
     queries = AttentionCase(AttentionRing(1), (1,), math=bugs["attention: queries not awaited"].cases[0].math)
