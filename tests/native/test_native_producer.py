@@ -156,6 +156,24 @@ def test_nothing_is_issued_before_the_offsets_have_come(asked):
         assert asked.operations == [*brought(2), *brought(3), *brought(0), *LANDS], round_
 
 
+def test_a_wait_sleeps_in_the_extension(asked, monkeypatch):
+    """The offsets come in its second wait, so a loop that only asks whether the job has ended would not end."""
+    producer, waits = Producer(), []
+    sleep = producer._library.tilestream_producer_wait
+
+    def wait(handle: Any, nanoseconds: int) -> None:
+        waits.append(nanoseconds)
+        if len(waits) == 2:
+            asked.come()
+        sleep(handle, nanoseconds)
+
+    monkeypatch.setattr(producer._library, "tilestream_producer_wait", wait)
+    job, _memory = job_of([1, 2])
+    producer.start(job)
+    assert producer.wait(5.0), "seconds after which it fails"
+    assert 0 < max(waits) <= 1e9 * module._LONGEST_WAIT, "Python handles signals between two"
+
+
 @pytest.mark.parametrize("ends", [[3, 2, 3, 4], [-1, 2, 3, 4], [0, 0, 0, -5], [2**31 - 1, -(2**31), 0, 0]])
 def test_offsets_that_fall_fail_every_expert(asked, ends):
     asked.come()
