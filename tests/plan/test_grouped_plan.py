@@ -117,6 +117,14 @@ def test_a_full_epilogue_gets_no_tile_that_would_spill():
     assert max(one.block[0] * one.block[1] // (256 if one.variant == "cooperative" else 128) for one in swapped) < 128
 
 
+def test_a_ring_has_two_stages_at_least():
+    """One is multiplied while the next is copied: a tile with shared memory for two is taken, one for one is not."""
+    problem, shared = plan().problem, (48 * 1024, 64 * 1024, 96 * 1024)
+    devices = [dataclasses.replace(H100, shared=size) for size in shared]
+    made = [{one.stages for one in hopper_candidates(problem, device, 132, Asked())} for device in devices]
+    assert made == [set(), {2}, {2, 3}]
+
+
 @pytest.mark.parametrize(
     "how", [{"activation": "swiglu"}, {"scales": "block", "dtype": "fp8"}, {"activation": "silu"}], ids=str
 )

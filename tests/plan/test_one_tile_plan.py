@@ -141,6 +141,13 @@ def test_parts_of_a_tile_are_a_cluster_where_there_are_as_many_as_a_cluster_has(
         assert "cluster" not in ts.plan(64, 64, 8192, dtype="bfloat16", device="h100", layout="nt").explain()
 
 
+def test_an_sm_has_no_more_shares_than_were_measured():
+    """Four for each of 132 SMs: 100 tiles are cut into four parts each, and not into six."""
+    made = [one.schedule.workers for one in candidates(Problem(640, 640, 8192, **BF16), kinds=("stream_k",))]
+    assert 400 in made
+    assert max(made) <= 4 * 132
+
+
 @pytest.mark.parametrize("sms", [1, 2, 3, 4, 7, 8])
 def test_no_cluster_has_more_ctas_than_a_device_has_sms(sms):
     """They begin together or not at all."""
