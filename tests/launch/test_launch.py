@@ -10,6 +10,7 @@ import torch
 
 launch = pytest.importorskip("tilestream.launch.launch", exc_type=ImportError)
 native = pytest.importorskip("tilestream.launch.native", exc_type=ImportError)
+launcher = pytest.importorskip("tilestream.launch.launcher", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -51,3 +52,17 @@ def test_clearing_tells_the_allocator_of_the_streams_of_a_tables_own_device():
     native.Extension.clear(extension)
     assert [table.streams for table in tables] == [[readers[0]], [readers[1]]]
     assert extension._tables_before == {}
+
+
+@pytest.mark.parametrize("places", [native.OPERANDS, native.WORDS], ids=["addresses", "words"])
+def test_a_kernel_with_more_varying_arguments_than_places_has_no_recipe(places):
+    kind = "Q" if places is native.OPERANDS else "i"
+
+    def recipe(count: int):
+        varying = [launcher._Parameter(f"x{i}", kind, launcher.VARIES) for i in range(count)]
+        return native.recipe_of_kernel(SimpleNamespace(parameters=varying, head=list), range(count))
+
+    _, found, given = recipe(len(places))
+    assert [number for _, number in found.values()] == list(given.values()) == list(range(len(places)))
+    with pytest.raises(native.Unfit, match=f"x{len(places)} is no address .* or there are more than {len(places)}"):
+        recipe(len(places) + 1)

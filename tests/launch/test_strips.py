@@ -1,14 +1,18 @@
-"""The columns in which the portable kernel stores a tile: as many as leave registers for what is beside them."""
+"""How much of a tile the portable kernels take at once: columns that are stored, floats that a cluster fetches."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("triton")
 
 import tilestream as ts
+from tilestream.core.schedule import Schedule
 from tilestream.launch.gemm_arguments import Layout
-from tilestream.launch.portable.arguments import Arguments
+from tilestream.launch.portable import arguments
+from tilestream.launch.portable.arguments import Arguments, OneTileArguments
 
 N = 4096
 STORE = Layout((0, N, 1), (0, N, 1), (0, N, 1))
@@ -36,3 +40,19 @@ def test_a_large_tile_of_gfx942_is_stored_in_narrow_strips_where_more_is_done_th
 
 def test_tiles_in_tensor_memory_are_stored_in_narrow_strips():
     assert [strip("b200", (64, columns)) for columns in (64, 128)] == [32, 16]
+
+
+@pytest.mark.parametrize(("parts", "fetched"), [(2, 4), (4, 1), (8, 1)])
+def test_a_cluster_fetches_four_floats_where_a_thread_has_as_many(parts, fetched, monkeypatch):
+    """Of 16 x 32 elements two warps' threads have 8 each, of which each CTA of a cluster adds up its share."""
+    monkeypatch.setattr(arguments, "INTERPRETED", False)
+    plan = ts.plan(
+        64, 64, 8192, dtype="bfloat16", device="h100", variant="one_tile", tile=(16, 32), schedule="stream_k"
+    )
+    shares = parts * plan.schedule.grid.tiles
+    grid = replace(plan.schedule.grid, k_steps=64)
+    plan = replace(plan, schedule=Schedule("stream_k", grid, plan.schedule.raster, shares, shares=shares))
+    assert (plan.block[:2], plan.warps) == ((16, 32), 2)
+    config = OneTileArguments(plan, Layout((0, 8192, 1), (0, 64, 1), (0, 64, 1))).config
+    assert parts == config.CLUSTER
+    assert fetched == config.FETCHED
