@@ -90,6 +90,17 @@ def test_they_share_scratch_that_does_not_overlap(launched):
     assert all(found[name] is getattr(x, name) for name in ("q", "k", "v", "out", "lse"))
 
 
+@pytest.mark.parametrize(
+    ("block", "width", "stages"), [(64, 64, 8), (128, 64, 6), (128, 16, 8), (256, 64, 3), (256, 16, 5)]
+)
+def test_a_strip_has_as_many_stages_as_fit_the_shared_memory(block, width, stages):
+    """Of weights of 64 rows and of values, 16 bits each, and of two floats a row; 8 at most."""
+    stage = 2 * 64 * block + 2 * width * block + 2 * 4 * 64
+    assert stages * stage <= 227 * 1024
+    assert stages == 8 or (stages + 1) * stage > 227 * 1024
+    assert hopper_strips.stages_of(block, width) == stages
+
+
 def test_a_scratch_that_is_too_large_is_not_planned(monkeypatch):
     case = given(1, 300, heads=(4, 2))
     whole = sum(hopper_strips.scratch_of(strips_machine.plan_of(case.problem)))
