@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from tilestream.arrival.flat import Awaited
 from tilestream.arrival.landing import DeviceLanding
 from tilestream.arrival.sources import Source, ignore
 from tilestream.arrival.stream import Stream
+from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped
 from tilestream.core.groups import by_load
+from tilestream.runtime.producer import Job
 
 LONG, K, N = 300.0, 8, 6
 #: Rows of each of four experts, and the order in which they come.
@@ -350,6 +353,18 @@ def on_fake_gpu(cuda, w, ends, land=None):
     landing.tensor = landing.tensor.detach().data  # its version is 0
     landing.land = land or landing.land
     return Stream(arrival, source, landing, order=order, route=route)
+
+
+def test_the_native_thread_is_told_the_bytes_of_an_expert():
+    jobs: list[Job] = []
+    with fake_cuda() as cuda:
+        w, lane = cuda.pin(weights()), lanes.take(4, DEVICE, 0)
+        landing, signals = DeviceLanding(w, DEVICE, lane), DeviceSignals(4, DEVICE, lane=lane)
+        thread = SimpleNamespace(start=jobs.append)
+        landing.hand_over(thread, offsets_of((1, 0, 5, 2)), Chunks.uniform(4 * K, K), signals)
+        (job,) = jobs
+        assert (job.experts, job.size) == (4, w[0].nbytes)
+        assert (job.source, job.to) == (w.data_ptr(), landing.tensor.data_ptr())
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

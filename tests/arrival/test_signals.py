@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilestream.arrival import Outcome, Signals
+from tilestream.arrival import Arrival, Outcome, Signals
 
 LONG = 300.0  # a bound, never waited out by a test that passes
 
@@ -198,3 +198,8 @@ def test_keys_are_never_given_twice_and_hold_neither_signals_nor_words_alive():
     for unknown in (key, 0):
         with pytest.raises(KeyError):
             Signals.by_key(unknown)
+
+
+def test_what_signals_alone_announce_comes_over_no_link(signals):
+    """A plan reckons with the link's speed for what a stream brings to a GPU, and for nothing else."""
+    assert not Arrival.uniform(8, 3).with_signals(signals).incoming(24).linked

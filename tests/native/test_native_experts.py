@@ -182,6 +182,22 @@ def test_the_lane_is_left_when_what_the_thread_did_is_known_and_not_before(gpu):
     assert third.wait(LONG).equal(weights(2))
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 5, 2), SIZES], ids=str)
+def test_a_lane_whose_launches_are_of_other_streams_is_lent_again_if_no_expert_was_left_out(gpu, sizes):
+    """A launch on another stream may still wait for one that was."""
+    stream, reader = gpu.stream(weights(), offsets_of(sizes)), gpu.cuda.stream()
+    lane = stream._landing._lane
+    with gpu.cuda.on(reader):
+        stream.arrival._signals.use()
+    gpu.finish(stream)
+    stream.wait(LONG)
+    del stream
+    gc.collect()
+    again = gpu.stream(weights(1), offsets_of(sizes))
+    assert (again._landing._lane is lane) == (0 not in sizes)
+    gpu.finish(again)
+
+
 def test_closed_before_the_router_is_done(gpu):
     stream = gpu.stream(weights(), ends := offsets_of(SIZES))
     launch = stream.arrival._signals.use()
