@@ -68,6 +68,18 @@ def test_aside_is_current_within_the_block_and_comes_back(cuda):
         assert cuda.current in (stream, second)
 
 
+def test_no_more_of_torchs_objects_are_kept_than_there_may_be(cuda, monkeypatch):
+    monkeypatch.setattr(streams, "_objects", {})
+    monkeypatch.setattr(streams, "_MOST_OBJECTS", 2)
+    monkeypatch.setattr(streams, "_identity", lambda index: (cuda.current.stream_id, index, 1))
+    kept = []
+    for stream in (one := cuda.stream(), cuda.stream(), one, cuda.stream()):
+        with cuda.on(stream):
+            assert streams.current_stream(DEVICE) is stream
+        kept.append(len(streams._objects))
+    assert kept == [1, 2, 2, 1]
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_the_garbage_collector_gives_back_in_the_midst_of_lending(cuda, known, monkeypatch):
     """A borrower in a cycle, as a stream whose producer failed, is found at any bytecode: here, while one is asked."""
