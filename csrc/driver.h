@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 namespace tilestream {
 
@@ -32,13 +33,15 @@ static_assert(sizeof(LaunchConfig) == 56);
 struct MemoryOperation {
   enum Kind : uint32_t { kWait = 1, kWrite = 2 };
   Kind kind;
+  uint32_t unused;  // named, so that equal operations have equal bytes
   uint64_t address;
   uint64_t value;
   uint32_t flags;
+  uint32_t unused_too;
   uint64_t alias;
   uint64_t padding;
 };
-static_assert(sizeof(MemoryOperation) == 48);
+static_assert(sizeof(MemoryOperation) == 48 && std::has_unique_object_representations_v<MemoryOperation>);
 
 // As `CUDA_KERNEL_NODE_PARAMS` (v2), `CUDA_MEMCPY3D` and `CUDA_BATCH_MEM_OP_NODE_PARAMS` of cuda.h.
 struct KernelNode {

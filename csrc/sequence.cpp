@@ -61,7 +61,7 @@ void Sequence::join_batches() {
 
 MemoryOperation Sequence::Operation::word(std::span<const uint64_t> slots) const {
   const auto what = kind == Kind::kWrite ? MemoryOperation::kWrite : MemoryOperation::kWait;
-  return {what, operands[1].of(slots), static_cast<uint32_t>(operands[2].of(slots)), 0, 0, 0};
+  return {what, 0, operands[1].of(slots), static_cast<uint32_t>(operands[2].of(slots)), 0, 0, 0, 0};
 }
 
 int Sequence::issue_batch(std::span<const uint64_t> slots, size_t first) const {
