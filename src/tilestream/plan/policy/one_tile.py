@@ -182,7 +182,8 @@ def candidates(
         if tile.block_k < MOST_SHORT < problem.k:
             continue
         way = Way(problem, device, tile, rates)
-        if max(problem.batch, way.num_m) > _MOST_OF_A_GRID:
+        whole_fits, part_fits = (way.has_registers(is_cut) for is_cut in (False, True))
+        if not whole_fits or max(problem.batch, way.num_m) > _MOST_OF_A_GRID:
             continue
         for parts in PARTS:
             most = workers if limited else (MOST_PROGRAMS if parts == 1 else MOST_SHARES) * workers
@@ -193,7 +194,7 @@ def candidates(
                 continue
             kind: Kind = "static" if parts == 1 else "stream_k"
             steps = cdiv(way.steps, parts)  # all shares alike: none has parts of two tiles
-            if kind in kinds and way.is_apt(steps, parts) and way.has_registers(parts > 1):
+            if kind in kinds and way.is_apt(steps, parts) and (part_fits or parts == 1):
                 make = functools.partial(way.schedule, kind, steps, parts)
                 yield Deferred(way.alike, kind, way.seconds(steps, parts), way.tiles, programs, "", make)
 
