@@ -47,14 +47,16 @@ class Pools:
     """A pool for each world.
 
     torch counts a process's rendezvous of symmetric memory over all groups; ranks with other counts do not meet.
+    ``environment``: the ranks' variables.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
+        self._environment = environment
         self._pools: dict[int, Pool] = {}
 
     def run(self, world: int, *args, **how):
         if world not in self._pools:
-            self._pools[world] = make_pool()
+            self._pools[world] = make_pool(**self._environment)
         return self._pools[world].run(world, *args, **how)
 
     def close(self) -> None:

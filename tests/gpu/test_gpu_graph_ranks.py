@@ -27,29 +27,16 @@ NAMES = ("gather", "sum", "all_reduce")
 SLACK = 6.0 if SHARED else 1.5
 
 
-class CountedPools(Pools):
-    """Pools of ranks of whose calls the device counts ``which``."""
-
-    def __init__(self, which: str) -> None:
-        super().__init__()
-        self._which = which
-
-    def run(self, world: int, *args, **how):
-        if world not in self._pools:
-            self._pools[world] = make_pool(TILESTREAM_GRAPH_RANKS=self._which)
-        return self._pools[world].run(world, *args, **how)
-
-
 @pytest.fixture(scope="module")
 def ranks():
-    pools = CountedPools("1")
+    pools = Pools(TILESTREAM_GRAPH_RANKS="1")
     yield pools
     pools.close()
 
 
 @pytest.fixture(scope="module")
 def captured_ranks():
-    pools = CountedPools("")
+    pools = Pools(TILESTREAM_GRAPH_RANKS="")
     yield pools
     pools.close()
 

@@ -23,18 +23,9 @@ pytestmark = [
 COUNT = int(os.environ.get("CALLS", "60" if SHARED else "3000"))
 
 
-class GraphPools(Pools):
-    """Pools of ranks whose equal calls are graphs."""
-
-    def run(self, world: int, *args, **how):
-        if world not in self._pools:
-            self._pools[world] = make_pool(TILESTREAM_RANK_CALLS="graphs")
-        return self._pools[world].run(world, *args, **how)
-
-
 @pytest.fixture(scope="module")
 def ranks():
-    pools = GraphPools()
+    pools = Pools(TILESTREAM_RANK_CALLS="graphs")
     yield pools
     pools.close()
 
