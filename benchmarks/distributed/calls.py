@@ -14,8 +14,8 @@ turns, in another order each round. Each answer is checked first.
 `captured` measures replays of a CUDA graph of one call in each way; the device counts ours.
 
 `by_graphs` measures fused calls by the driver's operations (``ours fused``) beside the same by graphs (``ours by
-graphs``, in a group of their own): see `tilestream.distributed.issuing`. ``graphs``: how many graphs the calls so far
-have launched, and why programs have none.
+graphs``, in a group of their own): see `tilestream.distributed.environment`. ``graphs``: how many graphs the calls so
+far have launched, and why programs have none.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from tilestream.distributed import all_gather_matmul, dispatch, group_state, issuing, library, repeats, unfused
+from tilestream.distributed import all_gather_matmul, dispatch, environment, group_state, library, repeats, unfused
 from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, Repeat, plain_call
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import native
@@ -569,22 +569,22 @@ def test_the_default_deadline_is_the_groups_present_timeout(one_rank):
 )  # fmt: skip
 def test_the_environment_says_how_repeated_calls_are_issued(monkeypatch, text, connections, graphs):
     """In one hardware queue a kernel could hold up the copies of its graph."""
-    for name, value in ((issuing.VARIABLE, text), ("CUDA_DEVICE_MAX_CONNECTIONS", connections)):
+    for name, value in ((environment.VARIABLE, text), ("CUDA_DEVICE_MAX_CONNECTIONS", connections)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    issuing.by_graphs.cache_clear()
+    environment.by_graphs.cache_clear()
     try:
-        assert issuing.by_graphs() == graphs
+        assert environment.by_graphs() == graphs
     finally:
-        issuing.by_graphs.cache_clear()
+        environment.by_graphs.cache_clear()
 
 
 def test_another_way_of_issuing_is_refused(monkeypatch):
-    monkeypatch.setenv(issuing.VARIABLE, "graph")
-    issuing.by_graphs.cache_clear()
+    monkeypatch.setenv(environment.VARIABLE, "graph")
+    environment.by_graphs.cache_clear()
     try:
         with pytest.raises(ValueError, match="TILESTREAM_RANK_CALLS='graph': it says how repeated calls"):
-            issuing.by_graphs()
+            environment.by_graphs()
     finally:
-        issuing.by_graphs.cache_clear()
+        environment.by_graphs.cache_clear()

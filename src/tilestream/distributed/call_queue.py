@@ -17,9 +17,9 @@ import torch
 
 from tilestream.core.protocols import gather
 from tilestream.distributed.collective import agree, barrier
+from tilestream.distributed.environment import by_graphs
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.host_flags import RankFlags
-from tilestream.distributed.issuing import by_graphs
 from tilestream.distributed.plan import Call
 from tilestream.distributed.program import CALLING, EPOCH, Handlers, Program, Recorder, more, run_protocol
 from tilestream.distributed.symmetric import PeerMemory
@@ -53,7 +53,7 @@ class SlotEvents(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """The end of a call's kernel, marked in host memory: see `tilestream.distributed.issuing`.
+    """The end of a call's kernel, marked in host memory: see `tilestream.distributed.environment`.
 
     Attributes
     ----------
@@ -190,7 +190,7 @@ class CallQueue:
         raise NotImplementedError
 
     def use_graphs(self, use: bool) -> None:
-        """Have repeated calls be graphs from now on, or operations, whatever `tilestream.distributed.issuing` says."""
+        """Have repeated calls be graphs from now on, or operations, whatever `environment.by_graphs` says."""
         self.forget_programs()
         self.by_graphs = use
 

@@ -14,8 +14,9 @@ Ranks compare it with each call that symmetric memory could carry.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Literal
+
+from tilestream.distributed.environment import chosen
 
 #: What is counted by the device.
 Counting = Literal["none", "captured", "all"]
@@ -34,10 +35,8 @@ def counting() -> Counting:
     ValueError
         If the variable has another value.
     """
-    text = os.environ.get(VARIABLE, "")
-    if text not in _BY_TEXT:
-        raise ValueError(
-            f"{VARIABLE}={text!r}: it says which calls between ranks the device counts: captured, or unset, for those "
-            "that CUDA graphs hold; 1 for all; 0 for none"
-        )
-    return _BY_TEXT[text]
+    return chosen(
+        VARIABLE, _BY_TEXT,
+        "which calls between ranks the device counts: captured, or unset, for those that CUDA graphs hold; 1 for all; "
+        "0 for none",
+    )  # fmt: skip

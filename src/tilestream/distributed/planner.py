@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -12,8 +11,8 @@ import torch
 from tilestream.distributed.collective import agree
 from tilestream.distributed.counting import NONE_COUNTED, VARIABLE, counting
 from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash, unless_host_bound
+from tilestream.distributed.environment import by_graphs, has_one_queue
 from tilestream.distributed.group_state import GroupState
-from tilestream.distributed.issuing import by_graphs
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.distributed.symmetric import connect, why_not
@@ -125,7 +124,7 @@ def _make(
         decision = replace(decision, chunks=1)
     transport, refused = _transport(state, x, op == GATHER and dim == len(shard) - 1)
     reaches = transport == "symmetric memory"
-    one_queue = reaches and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    one_queue = reaches and has_one_queue()
     if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
         unfused = unfused or unmeasured
     if one_queue and op != GATHER and decision.fused:
