@@ -244,18 +244,17 @@ def test_calls_of_other_shards_and_on_trial_have_plans_of_their_own(monkeypatch)
     assert planned(monkeypatch, "all_gather_matmul", "auto", state=state) is first
 
 
-#: What the host's part of a call takes on a host on which it decides.
-SLOW_HOST = {
-    "fused": {"all_gather_matmul": 3.7e-4, "matmul_reduce_scatter": 3.7e-4, "matmul_all_reduce": 3.7e-4},
-    "unfused": 2.2e-4, "source": "a slow host",
-}  # fmt: skip
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+#: What the host's part of a call takes on hosts on which it decides.
+SLOW_HOST = {"2": {"fused": dict.fromkeys(OPS, 3.7e-4), "unfused": dict.fromkeys(OPS, 2.2e-4), "source": "a slow host"}}
+FAST_HOST = {"2": {"fused": dict.fromkeys(OPS, 5e-5), "unfused": dict.fromkeys(OPS, 9e-5), "source": "a fast host"}}
 
 
 def test_every_op_has_its_hosts_time():
     for device, rates in dispatch.table()["rates"].items():
-        if "host" in rates:
-            assert set(rates["host"]["fused"]) == set(OPS), device
+        for host in rates.get("host", {}).values():
+            assert set(host["fused"]) == set(host["unfused"]) == set(OPS), device
+            assert host["source"]
 
 
 @pytest.fixture
@@ -280,7 +279,7 @@ def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, count):
     large, small = (planned(monkeypatch, op, "auto", rows=rows) for rows in (1536, 768))
     assert large.fused
     assert not small.fused
-    assert "the host takes 0.37 ms to issue a fused call" in small.explain()
+    assert "0.37 ms fused, 0.22 ms unfused; the host takes 0.37 and 0.22 ms (a slow host)" in small.explain()
     assert planned(monkeypatch, op, "fused", rows=768).fused
     assert planned(monkeypatch, op, "auto", rows=768, deadline=20.0).fused, "which bounds its wait"
     assert small.first.fused, "it makes what a capture needs: a replay has no host's part"
@@ -296,11 +295,35 @@ def test_what_was_measured_stays_measured_where_the_host_would_hold_it_up(monkey
     """Else an all-reduce would say that no measurement shows it to be faster."""
     monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", SLOW_HOST)
     case = replace(gather(256, 8192, 4096, 2), op="matmul_all_reduce", rows=128)
-    found = dispatch.unless_host_bound(case, dispatch.Decision(True, 1, "measured", True))
+    measured = dispatch.Decision(True, 1, "measured", True)
+    found = dispatch.as_called(case, measured)
     assert (found.fused, found.measured) == (False, True)
     assert "the host takes" in found.why
     large = replace(case, rows=8192)
-    assert dispatch.unless_host_bound(large, dispatch.Decision(True, 1, "measured", True)).fused
+    assert dispatch.as_called(large, measured) is measured
+    assert dispatch.as_called(replace(case, world=4), measured) is measured, "nobody knows its host's part"
+
+
+def test_a_call_that_the_host_would_hold_up_unfused_is_fused(monkeypatch):
+    monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", FAST_HOST)
+    case = replace(gather(256, 8192, 4096, 2), op="matmul_all_reduce", rows=16)
+    measured = dispatch.Decision(False, 4, "measured", True)
+    found = dispatch.as_called(case, measured)
+    assert (found.fused, found.measured, found.chunks) == (True, True, 1)
+    assert "called back to back: 0.05 ms fused, 0.09 ms unfused" in found.why
+    assert dispatch.as_called(replace(case, rows=8192), measured) is measured, "its GPU takes longer than its host"
+    # With a deadline, too, which only a fused call has.
+    assert planned(monkeypatch, "matmul_reduce_scatter", "auto", rows=128).fused
+    assert planned(monkeypatch, "matmul_reduce_scatter", "auto", rows=128, deadline=20.0).fused
+
+
+def test_a_measurement_says_more_of_the_gpus_part_than_the_model(monkeypatch):
+    """A form that was measured to lose on the GPU is modelled to take as long as the other at least."""
+    monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", FAST_HOST)
+    case = replace(gather(8192, 8192, 4096, 2), op="matmul_reduce_scatter")
+    unfused = dispatch.Decision(False, 1, "measured", True)
+    assert dispatch.as_called(case, unfused) is unfused
+    assert dispatch.as_called(case, replace(unfused, measured=False)).fused
 
 
 def test_each_rank_multiplies_all_rows_of_an_all_reduce_once():
@@ -512,6 +535,7 @@ def test_a_promise_of_equal_bits_is_not_broken_by_a_capture(monkeypatch, count, 
 def test_a_plans_promise_says_what_it_costs(monkeypatch, op):
     decide = planner.decide
     monkeypatch.setattr(planner, "decide", lambda case, form: decide(case, "unfused" if form == "auto" else form))
+    monkeypatch.setattr(planner, "as_called", lambda case, decision: decision)
     state = group()
     asked, free = (planned(monkeypatch, op, "auto", state=state, rows=1, invariant=of) for of in (True, None))
     with invariant():

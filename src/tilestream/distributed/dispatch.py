@@ -151,22 +151,30 @@ def decide(case: Case, form: Form = "auto") -> Decision:
     return Decision(wins, chunks if wins else 1, why, way=way)
 
 
-def unless_host_bound(case: Case, decision: Decision) -> Decision:
-    """``decision``; unfused where an unfused call takes less time than the host takes to issue a fused one.
+def as_called(case: Case, decision: Decision) -> Decision:
+    """``decision``, or the other form where calls one after another take less time in it.
 
-    Called back to back, a call takes the longer of the host's part and the GPU's.
+    Called back to back, a call takes the longer of the host's part and the GPU's. Other numbers of ranks than the
+    host's part was measured for keep ``decision``.
     """
-    host = table()["rates"].get(case.device, {}).get("host")
-    if host is None or not decision.fused:
+    rates = table()["rates"].get(case.device, {})
+    host = rates.get("host", {}).get(str(case.world))
+    if host is None:
         return decision
-    unfused, fused = max(_seconds(case, table()["rates"][case.device]), host["unfused"]), host["fused"][case.op]
-    if unfused >= fused:
+    gpu = {"fused": _seconds(case, rates, decision.way), "unfused": _seconds(case, rates)}
+    ours, other = ("fused", "unfused") if decision.fused else ("unfused", "fused")
+    if decision.measured:  # that says more of the GPU's part than the model
+        gpu[other] = max(gpu[other], gpu[ours])
+    hosts = {form: host[form][case.op] for form in gpu}
+    seconds = {form: max(gpu[form], hosts[form]) for form in gpu}
+    if seconds[ours] <= seconds[other]:
         return decision
+    ms, of_host = ({form: number(x[form] * 1e3) for form in gpu} for x in (seconds, hosts))
     why = (
-        f"the host takes {number(fused * 1e3)} ms to issue a fused call, and an unfused one takes "
-        f"{number(unfused * 1e3)} ms in all ({host['source']}); a call with a deadline of its own is fused"
+        f"called back to back: {ms['fused']} ms fused, {ms['unfused']} ms unfused; the host takes {of_host['fused']} "
+        f"and {of_host['unfused']} ms ({host['source']})"
     )
-    return replace(decision, fused=False, chunks=1, why=why)
+    return replace(decision, fused=not decision.fused, chunks=1, why=why)
 
 
 def _matches(entry: dict[str, Any], case: Case) -> bool:

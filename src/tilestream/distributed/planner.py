@@ -10,7 +10,7 @@ import torch
 
 from tilestream.distributed.collective import agree
 from tilestream.distributed.counting import NONE_COUNTED, VARIABLE, counting
-from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash, unless_host_bound
+from tilestream.distributed.dispatch import Case, Decision, as_called, decide, on_trial, table_hash
 from tilestream.distributed.environment import by_graphs, has_one_queue
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
@@ -117,9 +117,10 @@ def _make(
     decision = decide(case, form)
     if form != request.form:
         decision = replace(decision, why="tilestream.invariant: a fused sum is added in the order of the ranks")
-    # A deadline bounds the wait of a fused call alone. A replay has no host's part.
-    if form == "auto" and request.deadline is None and on_trial() is None and not counted:
-        decision = unless_host_bound(case, decision)
+    if form == "auto" and on_trial() is None and not counted:  # a replay has no host's part
+        called = as_called(case, decision)
+        if called.fused or request.deadline is None:  # a deadline bounds the wait of a fused call alone
+            decision = called
     if op == ALL_REDUCE:
         decision = replace(decision, chunks=1)
     transport, refused = _transport(state, x, op == GATHER and dim == len(shard) - 1)
