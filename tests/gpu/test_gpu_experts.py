@@ -264,13 +264,13 @@ def test_two_streams_at_once_do_not_wait_for_each_other(way):
 def test_threads_with_streams_of_their_own(way):
     a, errors = randn(M, K, dtype=BF16), []
 
-    def work(seed: int) -> None:
+    def work(seed: int, steps: int = 30) -> None:
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 b, choices = pinned(seed), random.Random(seed)
                 there, ends = b.cuda(), offsets_of(SIZES[0]).cuda()
                 stream = ts.stream_experts(b, ends, device="cuda")
-                for _ in range(30):
+                for _ in range(steps):
                     ends = offsets_of(choices.choice(SIZES)).cuda()
                     torch.cuda._sleep(choices.choice((0, 100_000)))
                     stream.restart(ends)
@@ -278,6 +278,7 @@ def test_threads_with_streams_of_their_own(way):
         except BaseException as error:
             errors.append(error)
 
+    work(0, steps=2)  # loads all kernels: a load waits for the GPU, and other threads' copies for the load
     torch.cuda.synchronize()
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
     for thread in threads:
