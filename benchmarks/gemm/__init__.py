@@ -16,6 +16,9 @@ SECTIONS = {
     "epilogue": _hopper("gemm.sections:epilogue", "torch.compile of bias and GELU", 270, usual=True),
     "grouped": _hopper("gemm.grouped:grouped", "torch._grouped_mm, a loop, peers, on layers of experts", 120),
     "experts": _hopper("gemm.grouped:experts", "torch's product, and SwiGLU behind it; 8 bits with blocks' scales", 60),
+    "grouped_sources": _hopper(
+        "gemm.grouped_sources:grouped_sources", "rows by source: the Hopper kernel beside the portable one", 90
+    ),
     "grouped_search": _hopper("gemm.grouped_search:grouped_search", "the same layers, by every likely tile", 90),
     "search": _hopper("gemm.search:search", "the best plan of the whole space", 130),
     "sweep": _hopper("gemm.sweep:sweep", "every plan of drawn problems: what the cost model is fitted to", 150),

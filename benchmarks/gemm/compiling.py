@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tilestream as ts
-from benchmarks.gemm import board, grouped, grouped_search, pitch, queues, sweep
+from benchmarks.gemm import board, grouped, grouped_search, grouped_sources, pitch, queues, sweep
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
 from benchmarks.gemm.shapes import Shape, parse
 from tilestream.core.device import DeviceProperties
@@ -25,7 +25,7 @@ def compile_share(arguments: list[str]) -> None:
     """A process of `core.compiling.compile_ahead`: its share of the kernels."""
     what, shapes, within, index, count = arguments
     torch.set_grad_enabled(False)
-    if what in ("sweep", "random", "grouped_search"):
+    if what in ("sweep", "random", "grouped_search", "grouped_sources"):
         device = device_properties("cuda")
         compile_calls(calls_of(what, shapes.split(","), float(within), device), device, int(index), int(count))
     else:
@@ -38,6 +38,8 @@ def calls_of(what: str, names: Sequence[str], within: float, device: DevicePrope
         return of_sweep(names, within, device)
     if what == "grouped_search":
         return grouped_search.launches(device)
+    if what == "grouped_sources":
+        return list(grouped_sources.launches(device))
     return [board.on_meta(*map(int, name.split(":"))) for name in names]
 
 

@@ -139,7 +139,29 @@ def _names(rows: Iterable[Row], key: str) -> list[str]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
+def sources(data: Data) -> list[str]:
+    """Rows by source: what the Hopper kernel gains over the portable one, and what sources cost beside sorted rows."""
+    rows = data["rows"]
+    lines = []
+    for how in ("", ", signalled"):
+        found = [(row[f"ratio{how}"], row[f"band{how}"]) for row in rows if f"ratio{how}" in row]
+        if found:
+            outcomes, ratios = [verdict(ratio, band) for ratio, band in found], [ratio for ratio, _ in found]
+            counts = " / ".join(str(outcomes.count(one)) for one in ("won", "even", "lost"))
+            beside = geomean([row["us"]["sorted"] / row["us"][f"hopper{how}"] for row in rows])
+            name = how.removeprefix(", ") or "all there"
+            lines.append([name, f"{geomean(ratios):.3f}", f"{min(ratios):.3f}", counts, f"{beside:.3f}"])
+    heads = ["", "geometric mean", "worst", "won / even / lost", "sorted / Hopper"]
+    fields = {
+        "layer": "{layer}", "rows x N x K": "{shape}", "skew": "{skew}",
+        **of("us", list(rows[0]["us"]) if rows else [], ".0f", ", us"),
+        "portable / Hopper": "{ratio:.3f}", "signalled": "{ratio, signalled:.3f}", "plan": "{plans[hopper]}",
+    }  # fmt: skip
+    return [NOTES.of(data, "grouped_sources"), *incomplete(data), table(heads, lines), columns(rows, fields)]
+
+
 SECTIONS: dict[str, Callable[[Data], list[str]]] = {
     "grouped": lambda data: section(data, ("torch", "loop", "ours")),
     "experts": lambda data: section(data, ("torch", "ours")),
+    "grouped_sources": sources,
 }

@@ -12,9 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.gemm import bench, compiling, counters, cutlass, deepgemm, grouped, grouped_peers, search, shapes
+from benchmarks.gemm import (
+    bench,
+    compiling,
+    counters,
+    cutlass,
+    deepgemm,
+    grouped,
+    grouped_peers,
+    grouped_sources,
+    search,
+    shapes,
+)
 from benchmarks.report import gemm
 from benchmarks.report import gemm_losses as losses
+from benchmarks.report import grouped as report_grouped
 
 import tilestream as ts
 from tilestream.plan import DeviceProperties
@@ -108,6 +120,32 @@ class Package:
             raise self.wrong
         for rows, out, of in zip(a.split(16), d.split(16), grouped_layout.split(16), strict=True):
             out.copy_(rows @ b[of[0]].T * (self.wrong or 1.0))
+
+
+def test_rows_of_sources_are_found_in_the_order_of_the_groups() -> None:
+    order = grouped_sources.by_group([2, 0, 1], sources=2, capacity=9)
+    assert order.tolist() == [0, 1, 9, 10, 2, 11]
+
+
+def test_the_page_says_what_the_kernel_of_sources_gains() -> None:
+    us = {"hopper": 10.0, "hopper, signalled": 11.0, "portable": 20.0, "portable, signalled": 22.0, "sorted": 9.0}
+    row = {
+        "layer": "a layer", "shape": "8x8x8, 2 experts", "skew": "zipf", "us": us, "plans": {"hopper": "a plan"},
+        "ratio": 2.0, "band": [1.9, 2.1], "ratio, signalled": 2.0, "band, signalled": [1.9, 2.1],
+    }  # fmt: skip
+    data = {
+        "name": "gemm_grouped_sources",
+        "device": "a GPU",
+        "torch": "2",
+        "commit": "c",
+        "date": "d",
+        "rows": [row],
+        "missing": [],
+        "failures": [],
+    }
+    text = "\n".join(report_grouped.sources(data))
+    assert "| all there | 2.000 | 2.000 | 1 / 0 / 0 | 0.900 |" in text
+    assert "| a layer | 8x8x8, 2 experts | zipf | 10 | 11 | 20 | 22 | 9 | 2.000 | 2.000 | a plan |" in text
 
 
 def dry_row(peers: list[grouped_peers.Peer], gradient: bool = False) -> dict:
