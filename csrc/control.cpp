@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "driver.h"
-#include "graph.h"
 #include "launch_table.h"
 #include "producer.h"
 #include "program.h"
@@ -174,19 +173,6 @@ EXPORT int64_t tilestream_program_issue(
   stopped[1] = progress.code;
   stopped[2] = static_cast<int64_t>(progress.parts);
   return static_cast<int64_t>(progress.parts);
-}
-
-// Have a program issue by a graph: see `Program::use_graph`. Before its first issue.
-EXPORT void tilestream_program_use_graph(void* program, void* const* events, int64_t count) {
-  static_cast<tilestream::Program*>(program)->use_graph({events, events + count});
-}
-
-// How often its graph was launched; and why it has none, null if it may have one: valid as long as the program.
-EXPORT int64_t tilestream_program_graph(const void* program, const char** why) {
-  const tilestream::Graph* graph = static_cast<const tilestream::Program*>(program)->graph();
-  if (graph == nullptr) return 0;
-  *why = graph->why().empty() ? nullptr : graph->why().c_str();
-  return graph->launches();
 }
 
 EXPORT void tilestream_program_free(void* program) { delete static_cast<tilestream::Program*>(program); }

@@ -102,22 +102,6 @@ bool look_up_producers(void* library, bool is_hip, Driver& made) {
          look_up(library, "cuCtxGetCurrent", made.get_context) && look_up(library, "cuCtxSetCurrent", made.set_context);
 }
 
-// What graphs need beside that.
-bool look_up_graphs(void* library, Driver& made) {
-  return look_up(library, "cuGraphCreate", made.create_graph) &&
-         look_up(library, "cuGraphAddKernelNode_v2", made.add_kernel) &&
-         look_up(library, "cuGraphKernelNodeSetAttribute", made.set_attribute) &&
-         look_up(library, "cuGraphAddMemcpyNode", made.add_copy) &&
-         look_up(library, "cuGraphAddBatchMemOpNode", made.add_batch) &&
-         look_up(library, "cuGraphInstantiateWithFlags", made.instantiate) &&
-         look_up(library, "cuGraphExecKernelNodeSetParams_v2", made.update_kernel) &&
-         look_up(library, "cuGraphExecMemcpyNodeSetParams", made.update_copy) &&
-         look_up(library, "cuGraphExecBatchMemOpNodeSetParams", made.update_batch) &&
-         look_up(library, "cuGraphExecDestroy", made.destroy_executable) &&
-         look_up(library, "cuGraphDestroy", made.destroy_graph) &&
-         look_up(library, "cuGraphLaunch", made.launch_graph);
-}
-
 bool look_up_cuda(void* library, Driver& made) {
   look_up(library, "cuCtxGetId", made.context_id);
   return look_up(library, "cuLaunchKernelEx", made.launch) &&
@@ -148,7 +132,6 @@ std::string open_driver(const char* driver_library, const char* torch_library) {
   if (!complete) return std::string("a function is missing: ") + dlerror();
   if (!look_up_sequences(gpu, is_hip, made)) made.wait_event = nullptr;
   if (!look_up_producers(gpu, is_hip, made)) made.set_context = nullptr;
-  if (is_hip || !look_up_graphs(gpu, made)) made.launch_graph = nullptr;
   found = made;
   [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return "";

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <type_traits>
 
 namespace tilestream {
 
@@ -33,52 +32,13 @@ static_assert(sizeof(LaunchConfig) == 56);
 struct MemoryOperation {
   enum Kind : uint32_t { kWait = 1, kWrite = 2 };
   Kind kind;
-  uint32_t unused;  // named, so that equal operations have equal bytes
   uint64_t address;
   uint64_t value;
   uint32_t flags;
-  uint32_t unused_too;
   uint64_t alias;
   uint64_t padding;
 };
-static_assert(sizeof(MemoryOperation) == 48 && std::has_unique_object_representations_v<MemoryOperation>);
-
-// As `CUDA_KERNEL_NODE_PARAMS` (v2), `CUDA_MEMCPY3D` and `CUDA_BATCH_MEM_OP_NODE_PARAMS` of cuda.h.
-struct KernelNode {
-  void* function;
-  uint32_t grid[3];
-  uint32_t block[3];
-  uint32_t shared_bytes;
-  void** parameters;
-  void** extra;
-  void* kernel;
-  void* context;
-};
-static_assert(sizeof(KernelNode) == 72);
-
-struct CopyEnd {
-  enum Memory : uint32_t { kHost = 1, kDevice = 2 };
-  size_t x, y, z, level;
-  Memory memory;
-  const void* host;
-  uint64_t device;
-  void *array, *reserved;
-  size_t pitch, height;
-};
-
-struct CopyNode {
-  CopyEnd source, target;
-  size_t width, height, depth;
-};
-static_assert(sizeof(CopyNode) == 200);
-
-struct BatchNode {
-  void* context;
-  uint32_t count;
-  MemoryOperation* operations;
-  uint32_t flags;
-};
-static_assert(sizeof(BatchNode) == 32);
+static_assert(sizeof(MemoryOperation) == 48);
 
 struct alignas(64) TensorMapBytes {
   uint64_t words[16];
@@ -110,22 +70,7 @@ struct Driver {
   int (*get_context)(void** context) = nullptr;  // of this thread; null if it has none. HIP: its device
   int (*set_context)(void* context) = nullptr;   // null if one of these is missing
 
-  // Of graphs, which need those of producers, too.
-  int (*create_graph)(void** graph, unsigned flags) = nullptr;
-  int (*add_kernel)(void** node, void* graph, void* const* behind, size_t count, const KernelNode*) = nullptr;
-  int (*set_attribute)(void* node, unsigned id, const void* value) = nullptr;
-  int (*add_copy)(void** node, void* graph, void* const* behind, size_t count, const CopyNode*, void* context) = nullptr;
-  int (*add_batch)(void** node, void* graph, void* const* behind, size_t count, const BatchNode*) = nullptr;
-  int (*instantiate)(void** executable, void* graph, unsigned long long flags) = nullptr;
-  int (*update_kernel)(void* executable, void* node, const KernelNode*) = nullptr;
-  int (*update_copy)(void* executable, void* node, const CopyNode*, void* context) = nullptr;
-  int (*update_batch)(void* executable, void* node, const BatchNode*) = nullptr;
-  int (*destroy_executable)(void* executable) = nullptr;
-  int (*destroy_graph)(void* graph) = nullptr;
-  int (*launch_graph)(void* executable, void* stream) = nullptr;  // null if one of these is missing, and for HIP
-
   bool issues_sequences() const { return wait_event != nullptr; }
-  bool launches_graphs() const { return runs_producers() && launch_graph != nullptr; }
   bool runs_producers() const { return issues_sequences() && set_context != nullptr; }
 };
 

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "driver.h"
-#include "graph.h"
 
 namespace tilestream {
 namespace {
@@ -78,23 +77,6 @@ Program::Program(std::span<const int64_t> integers) {
   if (!integers.empty()) refuse("it is too long");
 }
 
-Program::~Program() = default;
-
-void Program::use_graph(std::vector<void*> events) { graph_ = std::make_unique<Graph>(std::move(events)); }
-
-Given Program::Launch::given_of(std::span<const uint64_t> values) const {
-  Given made = given;
-  for (const Patch& patch : patches) {
-    const uint64_t value = patch.value < 0 ? patch.constant : values[static_cast<size_t>(patch.value)] + patch.constant;
-    if (patch.is_word) {
-      made.words[patch.index] = static_cast<int64_t>(value);
-    } else {
-      made.addresses[patch.index] = reinterpret_cast<void*>(value);
-    }
-  }
-  return made;
-}
-
 bool Program::may_begin(void* stream, int32_t device, int64_t context) const {
   int capturing = 0;
   if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
@@ -111,13 +93,6 @@ Program::Progress Program::issue(std::span<const uint64_t> values, int32_t devic
   int64_t context = 0;
   if (!context_of(device, &context)) return {first, 0, kDeclined};
   if (first == 0 && !may_begin(stream, device, context)) return {first, 0, kDeclined};
-  auto of_graph = Graph::Result::kUnused;
-  if (first == 0 && graph_ != nullptr) {
-    of_graph = graph_->issue(*this, values, stream, device, context);
-    if (of_graph == Graph::Result::kStopped) return {0, 0, Sequence::kStopped};
-    if (of_graph == Graph::Result::kIssued) return {parts_.size(), 0, kSuccess};
-    if (of_graph == Graph::Result::kUnrecorded) return {parts_.size() + 1, 0, kUnrecorded};
-  }
   for (size_t i = first; i < parts_.size(); i++) {
     if (const auto* sequence = std::get_if<const Sequence*>(&parts_[i])) {
       int code = kSuccess;
@@ -126,13 +101,20 @@ Program::Progress Program::issue(std::span<const uint64_t> values, int32_t devic
       continue;
     }
     const auto& launch = std::get<Launch>(parts_[i]);
-    Given given = launch.given_of(values);
+    Given given = launch.given;
+    for (const Patch& patch : launch.patches) {
+      const uint64_t value = patch.value < 0 ? patch.constant : values[static_cast<size_t>(patch.value)] + patch.constant;
+      if (patch.is_word) {
+        given.words[patch.index] = static_cast<int64_t>(value);
+      } else {
+        given.addresses[patch.index] = reinterpret_cast<void*>(value);
+      }
+    }
     if (!launch.entry->recipe->issue_on(stream, given, device, context)) {
       const int code = last_launch_code();
       return {i, 0, code == kSuccess ? kNotLaunched : code};
     }
   }
-  if (of_graph == Graph::Result::kRefused) return {parts_.size() + 1, 0, kWithoutGraph};
   return {parts_.size(), 0, kSuccess};
 }
 

@@ -28,8 +28,6 @@ void launched(const std::shared_ptr<const Entry>& entry, const Given& given);
 // The oldest launch that was kept and not taken; null if there is none.
 std::unique_ptr<Launched> take_kept();
 
-class Graph;
-
 class Program {
  public:
   // How far an issue has come: parts that are issued; of the next one, a sequence, its operations; and why it ended.
@@ -37,9 +35,6 @@ class Program {
     size_t parts, operations;
     int code;  // `kSuccess`, `kDeclined`, `kNotLaunched`, `Sequence::kStopped`, or the driver's
   };
-  // Codes where all parts are issued, and one more is said to be: the events of the graph are not recorded; or the graph
-  // is refused from now on.
-  static constexpr int kUnrecorded = -4, kWithoutGraph = -5;
   static constexpr int kDeclined = -1;     // nothing was issued now: the rest is Python's
   static constexpr int kNotLaunched = -2;  // the next part is a launch for which the driver was not asked
 
@@ -48,7 +43,6 @@ class Program {
   // each patch what it sets (an address, or a word), the index of that, a value or -1, and a constant. Sequences must
   // outlive the program.
   explicit Program(std::span<const int64_t> integers);
-  ~Program();
 
   // Issue the parts from `first` on, on a device. The first value is the handle of the launches' stream. A sequence
   // gets as many of the values as it has slots. Declined in a forked process and without a context of the device, and
@@ -57,6 +51,7 @@ class Program {
 
   size_t values() const { return values_; }
 
+ private:
   struct Patch {
     bool is_word;
     size_t index;
@@ -68,24 +63,12 @@ class Program {
     std::shared_ptr<const Entry> entry;
     Given given;
     std::vector<Patch> patches;
-
-    // What it is given at an issue with these values.
-    Given given_of(std::span<const uint64_t> values) const;
   };
 
-  using Part = std::variant<const Sequence*, Launch>;
-  std::span<const Part> parts() const { return parts_; }
-
-  // Issue by a graph from now on where one can be made; `events`: see `Graph`. Before the first issue.
-  void use_graph(std::vector<void*> events);
-  const Graph* graph() const { return graph_.get(); }
-
- private:
   bool may_begin(void* stream, int32_t device, int64_t context) const;
 
   size_t values_;
-  std::vector<Part> parts_;
-  std::unique_ptr<Graph> graph_;
+  std::vector<std::variant<const Sequence*, Launch>> parts_;
 };
 
 }  // namespace tilestream

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kVersion = 3;
 thread_local int launch_code = kSuccess;
-constexpr size_t kMaxKernels = 4;
+constexpr size_t kMaxKernels = 4, kMaxParameters = 256;
 constexpr int kAttributeWords = sizeof(LaunchAttribute) / sizeof(int64_t);
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(std::string("recipe: ") + why); }
@@ -76,7 +76,7 @@ Kernel::Kernel(Reader& reader, bool counts) {
     reader.into(words, kAttributeWords);
     std::memcpy(&attribute, words, sizeof attribute);
   }
-  const size_t count = reader.count(Parameters::kMaxCount);
+  const size_t count = reader.count(kMaxParameters);
   size_t end = 0;
   for (size_t i = 0; i < count; i++) {
     const size_t size = reader.count(sizeof(TensorMapBytes)), alignment = reader.count(alignof(TensorMapBytes));
@@ -127,19 +127,18 @@ Kernel::Kernel(Reader& reader, bool counts) {
 }
 
 bool Kernel::launch(const Given& given, void* stream) const {
-  Parameters parameters;
-  if (!pack(given, parameters)) return false;
+  alignas(TensorMapBytes) std::byte parameters[kMaxBytes];
+  void* addresses[kMaxParameters];
+  std::memcpy(parameters, template_.data(), template_.size());
+  for (size_t i = 0; i < offsets_.size(); i++) addresses[i] = parameters + offsets_[i];
+  for (const Slot& slot : slots_) {
+    if (!fill(slot, given, parameters)) return false;
+  }
   LaunchConfig config = config_;
   config.stream = stream;
   config.attributes = attributes_.data();
-  launch_code = driver().launch(&config, function_, parameters.addresses, nullptr);
+  launch_code = driver().launch(&config, function_, addresses, nullptr);
   return launch_code == kSuccess;
-}
-
-bool Kernel::pack(const Given& given, Parameters& into) const {
-  std::memcpy(into.bytes, template_.data(), template_.size());
-  for (size_t i = 0; i < offsets_.size(); i++) into.addresses[i] = into.bytes + offsets_[i];
-  return std::ranges::all_of(slots_, [&](const Slot& slot) { return fill(slot, given, into.bytes); });
 }
 
 bool Kernel::reads(Operand operand) const {

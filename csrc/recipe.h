@@ -50,21 +50,6 @@ class Kernel {
   // False if the driver refuses.
   bool launch(const Given& given, void* stream) const;
 
-  // The parameters of a launch, and where each of them is.
-  struct Parameters {
-    static constexpr size_t kMaxCount = 256;
-    alignas(TensorMapBytes) std::byte bytes[kMaxBytes];
-    void* addresses[kMaxCount];
-  };
-
-  // False if the driver makes no tensor map.
-  bool pack(const Given& given, Parameters& into) const;
-
-  size_t bytes() const { return template_.size(); }
-  void* function() const { return function_; }
-  const LaunchConfig& config() const { return config_; }  // without stream and attributes
-  std::span<const LaunchAttribute> attributes() const { return attributes_; }
-
   bool reads(Operand operand) const;
 
  private:
@@ -110,9 +95,6 @@ class Recipe {
 
   // Whether a kernel is given the operand's address.
   bool reads(Operand operand) const;
-
-  const WorkspaceNeed& need() const { return need_; }
-  std::span<const Kernel> kernels() const { return kernels_; }
 
  private:
   WorkspaceNeed need_;

@@ -59,24 +59,23 @@ void Sequence::join_batches() {
   }
 }
 
-MemoryOperation Sequence::Operation::word(std::span<const uint64_t> slots) const {
-  const auto what = kind == Kind::kWrite ? MemoryOperation::kWrite : MemoryOperation::kWait;
-  return {what, 0, operands[1].of(slots), static_cast<uint32_t>(operands[2].of(slots)), 0, 0, 0, 0};
-}
-
 int Sequence::issue_batch(std::span<const uint64_t> slots, size_t first) const {
   std::array<MemoryOperation, kMaxBatch> batch;
   const auto of_batch = std::span(operations_).subspan(first, operations_[first].batch);
-  for (size_t i = 0; i < of_batch.size(); i++) batch[i] = of_batch[i].word(slots);
+  for (size_t i = 0; i < of_batch.size(); i++) {
+    const auto& [kind, operands, _] = of_batch[i];
+    const auto what = kind == Kind::kWrite ? MemoryOperation::kWrite : MemoryOperation::kWait;
+    batch[i] = {what, operands[1].of(slots), static_cast<uint32_t>(operands[2].of(slots)), 0, 0, 0};
+  }
   void* const stream = pointer(of_batch[0].operands[0].of(slots));
   return driver().batch(stream, static_cast<uint32_t>(of_batch.size()), batch.data(), 0);
 }
 
-size_t Sequence::issue(std::span<const uint64_t> slots, size_t first, size_t end, int* code) const {
+size_t Sequence::issue(std::span<const uint64_t> slots, size_t first, int* code) const {
   *code = kSuccess;
   if (is_forked() || slots.size() != slots_) return first;
   const Driver& gpu = driver();
-  for (size_t i = first; i < end; i++) {
+  for (size_t i = first; i < operations_.size(); i++) {
     const Operation& operation = operations_[i];
     if (operation.batch > 1) {
       *code = issue_batch(slots, i);
@@ -114,7 +113,7 @@ size_t Sequence::issue(std::span<const uint64_t> slots, size_t first, size_t end
     }
     if (*code != kSuccess) return i;
   }
-  return end;
+  return operations_.size();
 }
 
 }  // namespace tilestream

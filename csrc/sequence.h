@@ -8,8 +8,6 @@
 #include <span>
 #include <vector>
 
-#include "driver.h"
-
 namespace tilestream {
 
 class Sequence {
@@ -21,16 +19,15 @@ class Sequence {
   // Issue the operations from `first` on; returns the number of the first one that was not issued. That is the number
   // of operations, or that of the one which the driver refuses, with `*code`: of a batch, the first one. A captured
   // stream takes them into its graph. A forked process issues nothing.
-  size_t issue(std::span<const uint64_t> slots, size_t first, int* code) const {
-    return issue(slots, first, operations_.size(), code);
-  }
-
-  // Likewise, up to the operation of number `end`.
-  size_t issue(std::span<const uint64_t> slots, size_t first, size_t end, int* code) const;
+  size_t issue(std::span<const uint64_t> slots, size_t first, int* code) const;
 
   // The code of an operation that stops the issue: a word of host memory is greater than it may be.
   static constexpr int kStopped = -3;
 
+  size_t size() const { return operations_.size(); }
+  size_t slots() const { return slots_; }
+
+ private:
   enum class Kind : int64_t { kCopyIn, kCopyAcross, kWrite, kWait, kRecord, kWaitEvent, kAwaitEvent, kCheck };
 
   struct Operand {
@@ -47,16 +44,8 @@ class Sequence {
     Kind kind;
     std::array<Operand, 4> operands;
     size_t batch;  // from here on, writes and waits of one stream that the driver takes together; 0 or 1: none
-
-    // A write or a wait, as a batch has it.
-    MemoryOperation word(std::span<const uint64_t> slots) const;
   };
 
-  std::span<const Operation> operations() const { return operations_; }
-  size_t size() const { return operations_.size(); }
-  size_t slots() const { return slots_; }
-
- private:
   void join_batches();
   int issue_batch(std::span<const uint64_t> slots, size_t first) const;
 

@@ -14,7 +14,6 @@ SECTIONS = {
     "gather": _any("distributed.all_gather:gather", "all-gather + matmul, matmul + reduce-scatter", 300, usual=True),
     "all_reduce": _symmetric("distributed.all_reduce:all_reduce", "matmul + all-reduce of few rows", 100, usual=True),
     "calls": _any("distributed.calls:calls", "what a call costs the host, and calls one after another", 150),
-    "by_graphs": _symmetric("distributed.calls:by_graphs", "equal calls by operations, and by graphs", 120),
     "captured": _any("distributed.calls:captured", "replays of a graph of one call, beside captured NCCL", 170),
     "moe": _symmetric("distributed.moe:moe", "a mixture of experts, 256 to 16k tokens a rank, beside NCCL", 400),
     "moe_shared": Section("distributed.moe:moe", "its smoke: two ranks on one GPU", 120, nvidia="as of moe"),

@@ -12,10 +12,6 @@ Ways: ``ours`` as the table decides, without a deadline, ``ours invariant`` (wit
 turns, in another order each round. Each answer is checked first.
 
 `captured` measures replays of a CUDA graph of one call in each way; the device counts ours.
-
-`by_graphs` measures fused calls by the driver's operations (``ours fused``) beside the same by graphs (``ours by
-graphs``, in a group of their own): see `tilestream.distributed.environment`. ``graphs``: how many graphs the calls so
-far have launched, and why programs have none.
 """
 
 from __future__ import annotations
@@ -47,7 +43,6 @@ from benchmarks.distributed.ranks import (
 )
 from benchmarks.invariance.cost import promised
 from tilestream import distributed as tsd
-from tilestream.distributed.group_state import state_of
 
 #: Op, rows of all ranks, N and K of one rank; those that are measured first count most.
 ROWS = [
@@ -69,23 +64,8 @@ _PAUSE = 6_000_000
 _MANY = 30
 
 
-#: Those whose calls by graphs are measured: few rows first, which the host limits.
-BY_GRAPHS = [
-    ("all_reduce", 16, 8192, 4096), ("sum", 256, 8192, 5120), ("gather", 256, 5120, 8192),
-    ("all_reduce", 1, 8192, 4096), ("all_reduce", 128, 8192, 4096), ("gather", 1024, 5120, 8192),
-    ("sum", 1024, 8192, 5120), ("gather", 3072, 5120, 8192), ("sum", 3072, 8192, 5120),
-]  # fmt: skip
-
-
-def by_both(call: Callable[[Any, str], Any], twin: dist.ProcessGroup | None) -> Forms:
-    """A call by operations, and in the group ``twin`` by graphs; nothing without ``twin``."""
-    form = "fused" if torch.cuda.is_available() else "auto"
-    both = {"ours fused": lambda: call(None, form), "ours by graphs": lambda: call(twin, form)}
-    return {} if twin is None else both
-
-
-def gathers(m: int, n: int, k: int, world: int, twin: dist.ProcessGroup | None = None) -> tuple[Forms, torch.Tensor]:
-    """The ways of a gather, and the exact answer. ``twin``: see `by_both`."""
+def gathers(m: int, n: int, k: int, world: int) -> tuple[Forms, torch.Tensor]:
+    """The ways of a gather, and the exact answer."""
     a, w = operands(m // world, n, k)
     full, name = torch.empty(m, k, device=device(), dtype=BF16), dist.group.WORLD.group_name  # type: ignore[union-attr]
     dist.all_gather_into_tensor(full, a)
@@ -101,12 +81,11 @@ def gathers(m: int, n: int, k: int, world: int, twin: dist.ProcessGroup | None =
         "ours unfused": lambda: tsd.all_gather_matmul(a, w, form="unfused", deadline=DEADLINE),
         "nccl + mm": nccl,
         "torch fused": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [w], 0, name)[1][0],
-        **by_both(lambda group, form: tsd.all_gather_matmul(a, w, form=form, group=group), twin),
     }, exact
 
 
-def sums(m: int, n: int, k: int, world: int, twin: dist.ProcessGroup | None = None) -> tuple[Forms, torch.Tensor]:
-    """The ways of a reduce-scatter, and the exact answer. ``twin``: see `by_both`."""
+def sums(m: int, n: int, k: int, world: int) -> tuple[Forms, torch.Tensor]:
+    """The ways of a reduce-scatter, and the exact answer."""
     a, w = operands(m, n, k)
     part, name = torch.empty(m // world, n, device=device(), dtype=BF16), dist.group.WORLD.group_name  # type: ignore[union-attr]
     exact = a.double() @ w.double()
@@ -122,14 +101,11 @@ def sums(m: int, n: int, k: int, world: int, twin: dist.ProcessGroup | None = No
         "ours unfused": lambda: tsd.matmul_reduce_scatter(a, w, form="unfused", deadline=DEADLINE),
         "nccl + mm": nccl,
         "torch fused": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, w, "sum", 0, name),
-        **by_both(lambda group, form: tsd.matmul_reduce_scatter(a, w, form=form, group=group), twin),
     }, exact.chunk(world)[dist.get_rank()].clone()
 
 
-def all_reduces(
-    m: int, n: int, k: int, world: int, twin: dist.ProcessGroup | None = None
-) -> tuple[Forms, torch.Tensor]:
-    """The ways of an all-reduce, and the exact answer. ``twin``: see `by_both`."""
+def all_reduces(m: int, n: int, k: int, world: int) -> tuple[Forms, torch.Tensor]:
+    """The ways of an all-reduce, and the exact answer."""
     a, w = operands(m, n, k)
     exact = a.double() @ w.double()
     dist.all_reduce(exact)
@@ -146,11 +122,10 @@ def all_reduces(
         **({"ours invariant": invariant} if a.is_cuda else {}),
         "ours unfused": lambda: tsd.matmul_all_reduce(a, w, form="unfused", deadline=DEADLINE),
         "nccl + mm": nccl,
-        **by_both(lambda group, form: tsd.matmul_all_reduce(a, w, form=form, group=group), twin),
     }, exact
 
 
-WAYS: dict[str, Callable[..., tuple[Forms, torch.Tensor]]] = {
+WAYS: dict[str, Callable[[int, int, int, int], tuple[Forms, torch.Tensor]]] = {
     "gather": gathers, "sum": sums, "all_reduce": all_reduces,
 }  # fmt: skip
 
@@ -207,29 +182,6 @@ class Replayed:
         return self._out
 
 
-def use_graphs(twin: dist.ProcessGroup) -> None:
-    """Have the calls of a group, each op of which was called before, be graphs."""
-    state = state_of("a benchmark", twin)
-    with state.call():
-        for queue in state.queues.values():
-            queue.use_graphs(True)
-
-
-def graphs_of(twin: dist.ProcessGroup) -> dict[str, Any]:
-    """How many graphs the equal calls of a group have launched, and why programs have none."""
-    repeats = state_of("a benchmark", twin).repeats.values()
-    programs = [program for repeat in repeats for program in getattr(repeat, "programs", ()) if program is not None]
-    found = [program.graph for program in programs]
-    return {"launched": sum(launches for launches, _ in found), "why": sorted({why for _, why in found if why})}
-
-
-def by_graphs(rank: int, world: int, session: Session) -> None:
-    """Eager calls by operations and by graphs."""
-    twin = dist.new_group()
-    assert twin is not None
-    _measure(rank, world, session, "by_graphs", BY_GRAPHS, lambda call: call, twin)
-
-
 def calls(rank: int, world: int, session: Session) -> None:
     """Eager calls."""
     _measure(rank, world, session, "calls", ROWS, lambda call: call)
@@ -242,7 +194,7 @@ def captured(rank: int, world: int, session: Session) -> None:
 
 def _measure(
     rank: int, world: int, session: Session, of: str, rows: list[tuple[str, int, int, int]],
-    made: Callable[[Callable[[], Any]], Callable[[], Any]], twin: dist.ProcessGroup | None = None,
+    made: Callable[[Callable[[], Any]], Callable[[], Any]],
 ) -> None:  # fmt: skip
     import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
 
@@ -251,9 +203,7 @@ def _measure(
     def measure_row(item: tuple[str, int, int, int]) -> dict[str, Any]:
         op, (m, n, k) = item[0], (small(session, extent) for extent in item[1:])
         torch.manual_seed(rank)
-        plain, exact = WAYS[op](m, n, k, world, twin)
-        if twin is not None:  # the others are of `calls`
-            plain = {way: call for way, call in plain.items() if way not in ("ours", "ours invariant", "torch fused")}
+        plain, exact = WAYS[op](m, n, k, world)
         # Of replays the promise costs what it costs an eager call's GPU time.
         ways = {way: made(call) for way, call in plain.items() if of == "calls" or way != "ours invariant"}
         right, errors, failures = checked(ways, exact)
@@ -263,10 +213,8 @@ def _measure(
         }  # fmt: skip
         samples: dict[str, dict[str, list[float]]] = {what: {name: [] for name in right} for what in measures}
         names = list(right)
-        if twin is not None:
-            use_graphs(twin)
-        for name in names:  # all slots, the recipes of the native call path, and graphs
-            for _ in range(8 if twin is None else 16):
+        for name in names:  # all slots, and the recipes of the native call path
+            for _ in range(8):
                 right[name]()
         for _ in range(session.options.rounds or 9):
             shuffle(names)
@@ -276,7 +224,6 @@ def _measure(
         ts.check()
         row = {"op": op, "m": m, "n": n, "k": k, "failures": failures, "errors": errors}
         row |= {what: slowest(found) for what, found in samples.items()}
-        row |= {} if twin is None else {"graphs": graphs_of(twin)}
         return row | {"host us, least": {name: round(min(found), 1) for name, found in samples["host us"].items()}}
 
     rows_of(session, record, rows if not session.dry else list({row[0]: row for row in rows}.values()), measure_row)

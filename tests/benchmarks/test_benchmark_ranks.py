@@ -23,7 +23,6 @@ SECTIONS = {
 SLOW = {
     "served_captured": ("served_captured_x2", {"ours captured", "nccl captured"}),
     "calls": ("calls_x2", {"ours", "ours unfused", "nccl + mm"}),
-    "by_graphs": ("by_graphs_x2", {"ours fused", "ours by graphs", "ours unfused", "nccl + mm"}),
     "served": ("served_x2", {"ours eager", "ours compiled", "nccl eager", "nccl compiled"}),
     "captured": ("captured_x2", {"ours", "ours unfused", "nccl + mm"}),
     "gather": ("all_gather_x2", {"ours", "nccl + mm", "nccl + ours", "mm", "ours mm"}),
@@ -75,7 +74,7 @@ def test_extents_of_a_dry_run():
     from benchmarks.core.session import Session
 
     dry = Session(options("distributed", "calls", "nowhere", "--dry"))
-    for shapes in (calls.ROWS, calls.CAPTURED, calls.BY_GRAPHS, [("", *shape) for shape in all_gather.gathers(2)]):
+    for shapes in (calls.ROWS, calls.CAPTURED, [("", *shape) for shape in all_gather.gathers(2)]):
         for extent in (extent for shape in shapes for extent in shape[1:]):
             assert small(dry, extent) % 8 == 0
             assert 8 <= small(dry, extent) <= 480

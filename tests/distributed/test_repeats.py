@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from tilestream.distributed import all_gather_matmul, dispatch, environment, group_state, library, repeats, unfused
+from tilestream.distributed import all_gather_matmul, dispatch, group_state, library, repeats, unfused
 from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, Repeat, plain_call
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import native
@@ -560,31 +560,3 @@ def test_the_default_deadline_is_the_groups_present_timeout(one_rank):
     for seconds in (100.0, 250.0):
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), one_rank)
         assert made.timeout("cpu") == seconds
-
-
-@pytest.mark.parametrize(
-    ("text", "connections", "graphs"),
-    [(None, None, False), ("", None, False), ("operations", None, False), ("graphs", None, True), ("graphs", "8", True),
-     ("graphs", "1", False)],
-)  # fmt: skip
-def test_the_environment_says_how_repeated_calls_are_issued(monkeypatch, text, connections, graphs):
-    """In one hardware queue a kernel could hold up the copies of its graph."""
-    for name, value in ((environment.VARIABLE, text), ("CUDA_DEVICE_MAX_CONNECTIONS", connections)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    environment.by_graphs.cache_clear()
-    try:
-        assert environment.by_graphs() == graphs
-    finally:
-        environment.by_graphs.cache_clear()
-
-
-def test_another_way_of_issuing_is_refused(monkeypatch):
-    monkeypatch.setenv(environment.VARIABLE, "graph")
-    environment.by_graphs.cache_clear()
-    try:
-        with pytest.raises(ValueError, match="TILESTREAM_RANK_CALLS='graph': it says how repeated calls"):
-            environment.by_graphs()
-    finally:
-        environment.by_graphs.cache_clear()

@@ -36,7 +36,7 @@ FILES = {
     "hopper": ("hopper",),
     "attention": ("attention", "hopper_attention"),
     "alone": ("again", "arrival", "arrival_order", "copy_items", "experts", "gate", "demo"),
-    "distributed": ("distributed", "repeats", "rank_calls", "graph_ranks", "moe_ranks", "invariant_ranks"),
+    "distributed": ("distributed", "repeats", "graph_ranks", "moe_ranks", "invariant_ranks"),
     "sanitizers": ("consan", "sanitize"),
     "others": (),
     "blocking": ("arrival", "copy_items", "gate", "launches"),

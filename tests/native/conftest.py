@@ -31,7 +31,7 @@ FAKE = Path(__file__).parent / "fake_driver.cpp"
 
 def built(folder: Path) -> tuple[Path, Path, Path]:
     """The extension, the fake driver, and one of HIP, built once for all test processes of a source."""
-    files = (*sorted(native_build.SOURCES[1].iterdir()), native_build.HERE, FAKE, FAKE.with_name("fake_graphs.h"))
+    files = (*sorted(native_build.SOURCES[1].iterdir()), native_build.HERE, FAKE)
     texts = [path.read_bytes() for path in files]
     sanitized = ["-g", f"-fsanitize={SANITIZER}"] if SANITIZER else []
     digest = hashlib.sha256(b"".join([f"{torch.__version__}{SANITIZER}".encode(), *texts])).hexdigest()[:16]

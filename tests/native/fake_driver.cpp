@@ -28,7 +28,6 @@ struct Config {
 thread_local int device = 0, has_context = 0;
 thread_local unsigned long long context = 1;
 thread_local void* stream = nullptr;
-[[maybe_unused]] int primary = 0;  // its address is the context of all threads
 int capturing = 0, launch_code = 0, encode_code = 0, recording = 1;
 int left = -1;  // launches until all are refused; negative: none is
 std::atomic<int> holds{0}, held{0};  // whether launches are held back; how many are
@@ -151,10 +150,6 @@ int capture_of(void*, int* status) {
 }
 
 }  // namespace
-
-#ifndef FAKE_HIP
-#include "fake_graphs.h"
-#endif
 
 extern "C" {
 
@@ -340,12 +335,19 @@ int cuStreamWaitValue32_v2(uint64_t on, uint64_t address, uint32_t value, unsign
   return flags ? 1 : note(3, on, address, value);
 }
 
+struct MemoryOperation {
+  uint32_t kind;
+  uint64_t address, value;
+  uint32_t flags;
+  uint64_t alias, padding;
+};
+
 int cuStreamBatchMemOp_v2(uint64_t on, uint32_t count, const MemoryOperation* batch, unsigned flags) {
   if (flags || count == 0 || count > 256) return 1;
   if (const int code = has_context ? refuses(static_cast<int>(count)) : 201) return code;
   batches++;
   for (const MemoryOperation* one = batch; one != batch + count; one++) {
-    if (is_wrong(*one)) return 1;
+    if (one->flags || one->alias || (one->kind != 1 && one->kind != 2) || one->value >> 32) return 1;
     if (const int code = note(one->kind == 2 ? 2 : 3, on, one->address, one->value)) return code;
   }
   return 0;
@@ -381,7 +383,7 @@ int cuGetErrorString(int code, const char** text) {
 }
 
 int cuCtxGetCurrent(void** found) {
-  *found = has_context ? &primary : nullptr;
+  *found = has_context ? &device : nullptr;
   return 0;
 }
 

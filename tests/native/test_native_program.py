@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.native_program import Launched, NativeProgram, Patch, ProgramError, keeping
 from tilestream.runtime import sequence
 from tilestream.runtime.sequence import Record, Sequence, Slot, Write
+from tilestream_tools import native_build
 
 WRITE, RECORD, LAUNCH = 2, 4, 6
 STREAM, EPOCH, A, B, OUT = map(Slot, range(5))
@@ -156,7 +160,7 @@ def test_an_interrupt_behind_the_native_call_does_not_lose_how_far_it_came(
     native, error = made.program._issue, KeyboardInterrupt()
     assert made.issue(0x51, 8, made.x, out)
     made.program.progress = None
-    assert made.program.recover(error, 0x51) == 0, "the issue has not begun"
+    assert made.program.recover(error) == 0, "the issue has not begun"
 
     def interrupted(*given: Any) -> int:
         native(*given)
@@ -168,9 +172,9 @@ def test_an_interrupt_behind_the_native_call_does_not_lose_how_far_it_came(
     with pytest.raises(KeyboardInterrupt):
         made.issue(0x51, 9, made.x, out)
     driver.forget()
-    assert made.program.recover(error, 0x51) == parts
+    assert made.program.recover(error) == parts
     assert driver.operations() == []
-    assert made.program.recover(ProgramError("refused", 2), 0x51) == 2
+    assert made.program.recover(ProgramError("refused", 2)) == 2
 
 
 def test_launches_are_kept_in_the_block_alone_and_in_order(extension, driver, library):
@@ -225,3 +229,18 @@ def test_layouts_have_numbers(extension):
     assert len({number, *numbers}) == 1 + len(others)
     assert extension.number_layouts(torch._neg_view(a), b) == 0, "torch has to resolve it first"
     assert extension.number_layouts(torch.zeros([1] * 70), torch.zeros([1] * 70)) == 0, "too long for a key"
+
+
+def test_structs_are_those_of_cudas_header():
+    """Triton has the header."""
+    folder = Path(importlib.import_module("triton").__file__).parent / "backends" / "nvidia" / "include"
+    if not (folder / "cuda.h").exists():
+        pytest.skip("this Triton has no header of CUDA's driver")
+    flags = "-std=c++20", "-fsyntax-only", "-Wno-invalid-offsetof", f"-I{folder}"
+    done = subprocess.run(
+        [*native_build.compiler(), *flags, Path(__file__).with_name("abi.cpp")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

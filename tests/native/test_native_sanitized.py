@@ -25,7 +25,7 @@ SANITIZERS = {
 LEFT_OUT = (
     "not memory_does_not_grow and not a_real_kernel and not an_end_of_a_process and not a_process_ends and not forked"
 )
-FILES = "test_native_calls.py", "test_native_graphs.py", "test_native_producer.py"
+FILES = "test_native_calls.py", "test_native_producer.py"
 
 
 def path_of(library: str) -> Path:

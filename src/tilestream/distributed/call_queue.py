@@ -17,16 +17,14 @@ import torch
 
 from tilestream.core.protocols import gather
 from tilestream.distributed.collective import agree, barrier
-from tilestream.distributed.environment import by_graphs
 from tilestream.distributed.group_state import GroupState
-from tilestream.distributed.host_flags import RankFlags
 from tilestream.distributed.plan import Call
-from tilestream.distributed.program import CALLING, EPOCH, Handlers, Program, Recorder, more, run_protocol
+from tilestream.distributed.program import Handlers, Program, Recorder, more, run_protocol
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import relax_captures
-from tilestream.runtime.sequence import Check, Sequence, Write
+from tilestream.runtime.sequence import Check
 from tilestream.runtime.streams import lend_to
 
 #: Seconds between two polls of the watchdog while a call is in flight.
@@ -52,35 +50,13 @@ class SlotEvents(NamedTuple):
     end: torch.cuda.Event
 
 
-class Marked(NamedTuple):
-    """The end of a call's kernel, marked in host memory: see `tilestream.distributed.environment`.
-
-    Attributes
-    ----------
-    end
-        The event after the whole call.
-    """
-
-    flags: RankFlags
-    epoch: int
-    end: torch.cuda.Event
-
-    def query(self) -> bool:
-        """Whether the kernel has ended."""
-        return self.flags.ended() >= self.epoch
-
-    def synchronize(self) -> None:
-        """Wait until the call has ended."""
-        self.end.synchronize()
-
-
 class IssuedCall(NamedTuple):
     """A call that was issued."""
 
     epoch: int  # its epoch in the protocol
     overrule: Callable[[BaseException], None]  # signals to the call that its missing chunks will not come
     #: kernel, side: the events after its kernel, and after its other streams: see `SlotEvents`.
-    kernel: torch.cuda.Event | Marked
+    kernel: torch.cuda.Event
     side: torch.cuda.Event
     flag_value: int  # the least value of a peer's flag once the peer has signalled all of this call
     #: Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
@@ -113,8 +89,6 @@ class CallQueue:
         self._lock = threading.Lock()  # of `_calls`
         self._posted = made_event()
         self._events = [SlotEvents(made_event(), made_event(), made_event()) for _ in range(gather.SLOTS)]
-        #: Whether repeated calls are graphs: see `use_graphs`.
-        self.by_graphs = by_graphs()
         #: Programs by form and slot; they hold addresses of the present slots.
         self._prepared: dict[object, Any] = {}
         self._watchdog = Watchdog(self)
@@ -188,22 +162,6 @@ class CallQueue:
     def record_admission(self, recorder: Recorder, begin: Callable[[gather.Begin], int]) -> None:
         """Record the operations of `admit`; ``begin`` is the handler of the last one."""
         raise NotImplementedError
-
-    def use_graphs(self, use: bool) -> None:
-        """Have repeated calls be graphs from now on, or operations, whatever `environment.by_graphs` says."""
-        self.forget_programs()
-        self.by_graphs = use
-
-    def mark(self) -> list[Sequence]:
-        """Marks the end of a call's kernel, where `kernel_of` asks for that: one part of a native program."""
-        if not self.by_graphs:
-            return []
-        return [Sequence(more(0).index, [Write(CALLING, self.flags.flag(self._rank, self._rank), EPOCH)])]
-
-    def kernel_of(self, epoch: int) -> torch.cuda.Event | Marked:
-        """What a native program records when a call's kernel has ended."""
-        events = self._events[epoch % gather.SLOTS]
-        return Marked(self.flags, epoch, events.end) if self.by_graphs else events.kernel
 
     def take_back(self, epoch: int) -> None:
         """Undo `begin` or `begin_native`: nothing of the call was issued."""

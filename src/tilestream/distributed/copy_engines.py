@@ -34,7 +34,7 @@ from tilestream.arrival.device import PeerSignals
 from tilestream.core.error_record import FIELDS, RECORDS
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
-from tilestream.distributed.call_queue import CallQueue, IssuedCall, Marked
+from tilestream.distributed.call_queue import CallQueue, IssuedCall
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.program import (
@@ -307,14 +307,14 @@ class GatherQueue(CallQueue):
                 self.take_back(epoch)
                 return None
             if behind is None:
-                return self._watch(epoch, signals.overrule, self.kernel_of(epoch))
+                return self._watch(epoch, signals.overrule)
         except BaseException as error:
-            issued = program.recover(error, stream)
+            issued = program.recover(error)
             if issued == len(program):  # an interrupt came behind the issue: no event is recorded again
                 if behind is None:
-                    self._watch(epoch, signals.overrule, self.kernel_of(epoch))
+                    self._watch(epoch, signals.overrule)
                 else:
-                    self._end(epoch, signals.overrule, stream, self.kernel_of(epoch))
+                    self._end(epoch, signals.overrule, stream)
                 raise
             if issued < program.first_launch or not isinstance(error, ProgramError):
                 self._abort_half_issued(error)  # peers may wait for the rest of the call
@@ -326,22 +326,18 @@ class GatherQueue(CallQueue):
         try:
             behind(signals)
         finally:
-            missing = self._end(epoch, signals.overrule, stream, self.kernel_of(epoch))
+            missing = self._end(epoch, signals.overrule, stream)
         return missing
 
-    def _end(
-        self, epoch: int, overrule: Callable[[BaseException], None], calling: int,
-        kernel: torch.cuda.Event | Marked | None = None,
-    ) -> list[int]:  # fmt: skip
+    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
         """Issue the program after the kernel. Returns the ranks that were given up during the issue."""
         issue(self._finish[epoch % gather.SLOTS], (calling, epoch, 0, 0), {})
-        return self._watch(epoch, overrule, kernel or self._events[epoch % gather.SLOTS].kernel)
+        return self._watch(epoch, overrule)
 
-    def _watch(
-        self, epoch: int, overrule: Callable[[BaseException], None], kernel: torch.cuda.Event | Marked
-    ) -> list[int]:
+    def _watch(self, epoch: int, overrule: Callable[[BaseException], None]) -> list[int]:
         """Have the watchdog watch an issued call. Returns the ranks that were given up during the issue."""
-        self.track(IssuedCall(epoch, overrule, kernel, self._events[epoch % gather.SLOTS].end, epoch))
+        events = self._events[epoch % gather.SLOTS]
+        self.track(IssuedCall(epoch, overrule, events.kernel, events.end, epoch))
         with self._lock:  # from here on the watchdog treats it as a call in flight
             pending, self._pending = self._pending, None
         return [] if pending is None else pending.missing or []
@@ -622,9 +618,8 @@ class GatherRepeat(ProgramRepeat):
         for number, (name, i) in enumerate(named):
             patches[i].append(Patch(name, more(_ADDRESSES + number)))
         kernels = zip(launches, patches, strict=True)
-        parts = (*self._queue.admission(slot), *before, *kernels, *self._queue.mark(), *behind)
-        events = self._queue._events[slot]
-        self.keep(slot, _ADDRESSES + len(named), parts, (events.kernel, events.end) if behind else ())
+        parts = (*self._queue.admission(slot), *before, *kernels, *behind)
+        self.keep(slot, _ADDRESSES + len(named), parts)
 
     def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> Gathered | None:
         """See `ProgramRepeat`: all ranks' rows, None without ``return_a``, and the products."""

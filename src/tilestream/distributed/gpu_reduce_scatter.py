@@ -25,7 +25,7 @@ import torch
 
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather, one_shot, reduce_scatter
-from tilestream.distributed.call_queue import CallQueue, IssuedCall, Marked, SlotEvents
+from tilestream.distributed.call_queue import CallQueue, IssuedCall, SlotEvents
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.program import (
@@ -185,13 +185,11 @@ class ReduceScatterQueue(CallQueue):
             self.recover_half_issued(error, call)
             raise
 
-    def issued_call(
-        self, epoch: int, flag_value: int, seconds: float, kernel: torch.cuda.Event | Marked | None = None
-    ) -> IssuedCall:
-        """A call for the watchdog; ``kernel``: what says that its kernel has ended, by default its event."""
+    def issued_call(self, epoch: int, flag_value: int, seconds: float) -> IssuedCall:
+        """A call for the watchdog."""
         events = self.events(epoch)
         overrule = functools.partial(self._overrule, epoch)
-        return IssuedCall(epoch, overrule, kernel or events.kernel, events.side, flag_value, seconds)
+        return IssuedCall(epoch, overrule, events.kernel, events.side, flag_value, seconds)
 
     def events(self, epoch: int) -> SlotEvents:
         """The events of a call."""
@@ -239,12 +237,12 @@ class ReduceScatterQueue(CallQueue):
                 self.take_back(epoch)
                 return False
             self._flag_value = before + flags
-            self.track(self.issued_call(*of_call, self.kernel_of(epoch)))
+            self.track(self.issued_call(*of_call))
         except BaseException as error:
             self._flag_value = before + flags
-            issued = program.recover(error, calling.cuda_stream)
+            issued = program.recover(error)
             if issued == len(program):  # an interrupt came behind the issue, and the peers get what they wait for
-                self.track(self.issued_call(*of_call, self.kernel_of(epoch)))
+                self.track(self.issued_call(*of_call))
                 raise
             call = Issuing(self, *of_call, calling, side)
             call.has_kernel = issued > kernel
@@ -434,20 +432,19 @@ class SumRepeat(ProgramRepeat):
         except ValueError as error:
             logger.debug("no repeat: %s", error)
             return
-        events, given = self._queue.events_in(slot), dict(self._given)
+        kernel, given = self._queue.events_in(slot).kernel, dict(self._given)
         added_to = [Patch("bias", given.pop("bias"))] if "bias" in given else []
         scales = [Patch(name, value) for name, value in given.items()]
         parts: dict[str, Part] = {
             "multiply": (launches[0], [Patch("a", more(0)), Patch("b", more(1)), *scales, *self._publishes]),
-            "kernel": Sequence(more(0).index, [Record(CALLING, events.kernel.cuda_event)]),
+            "kernel": Sequence(more(0).index, [Record(CALLING, kernel.cuda_event)]),
             "add": (adds, [Patch("out", more(2)), Patch("epoch", EPOCH), *added_to, *self._adds]),
         }
         # The whole call is issued before it is watched.
         watched = [*self._queue.admission(slot), *(part for part in program if part != "track")]
         self._kernel = watched.index("kernel")
-        watched[self._kernel + 1 : self._kernel + 1] = self._queue.mark()
         made = [parts.get(part, part) if isinstance(part, str) else part for part in watched]
-        self.keep(slot, 3 + len(self._given), made, (events.side, events.end))
+        self.keep(slot, 3 + len(self._given), made)
 
     @property
     def _publishes(self) -> list[Patch]:

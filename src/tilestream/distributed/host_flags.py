@@ -112,8 +112,6 @@ class GroupFlags:
 class RankFlags:
     """The flags of one op. Each rank owns an abort flag, a void flag, and for each peer a flag that the peer writes.
 
-    In its own place among those flags a rank marks the calls whose kernels have ended: see `call_queue.Marked`.
-
     Parameters
     ----------
     host, gpu
@@ -141,10 +139,6 @@ class RankFlags:
     def peer_flags(self) -> list[int]:
         """The values of this rank's flags, one for each writer."""
         return [self._word(self._rank, writer).value for writer in range(self._world)]
-
-    def ended(self) -> int:
-        """The newest call whose kernel this rank's GPU has marked as ended."""
-        return self._word(self._rank, self._rank).value
 
     def release(self, peer: int, value: int) -> None:
         """Write this rank's flag in place of its writer ``peer``, so that a waiting stream continues."""

@@ -11,7 +11,7 @@ import torch
 from tilestream.distributed.collective import agree
 from tilestream.distributed.counting import NONE_COUNTED, VARIABLE, counting
 from tilestream.distributed.dispatch import Case, Decision, as_called, decide, on_trial, table_hash
-from tilestream.distributed.environment import by_graphs, has_one_queue
+from tilestream.distributed.environment import has_one_queue
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
@@ -60,7 +60,6 @@ def make_plan(
     )  # fmt: skip
     found = state.plans.get(key)
     if found is None:
-        by_graphs()  # here a wrong value of its variable raises before ranks wait for one another
         if len(state.plans) >= _MOST_PLANS:
             state.plans.clear()
         counted = counting() == "all" or (counting() == "captured" and state.capture(x) > 0)

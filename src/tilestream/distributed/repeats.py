@@ -255,7 +255,7 @@ class ProgramRepeat(Repeat):
         #: By slot.
         self.programs: list[NativeProgram | None] = [None] * gather.SLOTS
 
-    def keep(self, slot: int, count: int, parts: Sequence[Part | str], events: Sequence[torch.cuda.Event] = ()) -> None:
+    def keep(self, slot: int, count: int, parts: Sequence[Part | str]) -> None:
         """Keep the program of a slot, if it can be repeated.
 
         Parameters
@@ -264,14 +264,11 @@ class ProgramRepeat(Repeat):
             The number of values of an issue beside those of its sequences.
         parts
             Sequences, and launches with their patches; a name of the host's action cannot be repeated.
-        events
-            What else than the program waits for: recorded behind a graph of it.
         """
         made = [part for part in parts if not isinstance(part, str)]
         if len(made) == len(parts):
             try:
-                handles = [event.cuda_event for event in events] if self._calls.by_graphs else None
-                self.programs[slot] = NativeProgram(more(count).index, made, handles)
+                self.programs[slot] = NativeProgram(more(count).index, made)
             except ValueError as error:
                 logger.debug("no repeat: %s", error)
 

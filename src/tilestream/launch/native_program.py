@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tilestream.launch.observe import OPERANDS, WORDS
-from tilestream.runtime import driver
 from tilestream.runtime.driver import error_name
 from tilestream.runtime.extension import library, made
 from tilestream.runtime.sequence import Sequence, Slot
-
-logger = logging.getLogger(__name__)
 
 #: Of csrc/program.cpp.
 _PROGRAM_VERSION = 1
 _SEQUENCE, _LAUNCH = range(2)
 #: Why an issue ended, beside the driver's codes.
-_DECLINED, _STOPPED, _UNRECORDED, _WITHOUT_GRAPH = -1, -3, -4, -5
+_DECLINED, _STOPPED = -1, -3
 _BEGIN = ctypes.c_int64(0)
 
 
@@ -153,9 +149,6 @@ class NativeProgram:
         The number of values of an issue. The first is the handle of the stream of all launches.
     parts
         In order: sequences, each of which gets as many values as it has slots; and launches with their patches.
-    events
-        Issue by a graph from the third issue on, where the driver makes one. These events, by their handles, are
-        recorded behind each launch of it. None: no graph.
 
     Attributes
     ----------
@@ -172,9 +165,8 @@ class NativeProgram:
         extension.
     """
 
-    def __init__(self, values: int, parts: Iterable[Part], events: Iterable[int] | None = None) -> None:
+    def __init__(self, values: int, parts: Iterable[Part]) -> None:
         self._parts, self._library = tuple(parts), _extension()
-        self._events = () if events is None else tuple(events)
         integers = [_PROGRAM_VERSION, values, len(self._parts)]
         for part in self._parts:
             if not isinstance(part, Sequence):
@@ -192,9 +184,6 @@ class NativeProgram:
         # Without types of arguments, and with a packed string, a call costs the host half as much.
         self._issue = self._library.tilestream_program_issue
         self._issue.restype = ctypes.c_int64
-        if events is not None:
-            handles = (ctypes.c_void_p * len(self._events))(*self._events)
-            self._library.tilestream_program_use_graph(self._handle, handles, ctypes.c_int64(len(self._events)))
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_handle") and not is_finalizing():
@@ -227,9 +216,6 @@ class NativeProgram:
             if parts == self._count:
                 return True
             operations, code, _ = stopped
-            if parts > self._count:
-                self._end_graph(code, values[0])
-                return True
             if code in (_DECLINED, _STOPPED) and not parts:
                 return False
             part = self._parts[parts]
@@ -242,43 +228,14 @@ class NativeProgram:
                 raise ProgramError(str(error), parts) from error
             first = ctypes.c_int64(parts + 1)
 
-    def recover(self, error: BaseException, stream: int) -> int:
+    def recover(self, error: BaseException) -> int:
         """The number of parts that were issued before ``error`` came out of `issue`, or right behind it.
 
-        An interrupt comes when the native call has returned, and what that says is lost but for `progress`. Events that
-        a graph has been launched without are recorded on ``stream``.
+        An interrupt comes when the native call has returned, and what that says is lost but for `progress`.
         """
-        _, code, parts = (0, 0, 0) if self.progress is None else self.progress
-        if parts > self._count and code == _UNRECORDED:
-            try:
-                self._record_events(stream)
-            except RuntimeError:  # as in `issue`
-                return self._count - 1
-        elif isinstance(error, ProgramError):
+        if isinstance(error, ProgramError):
             return error.parts
-        return min(parts, self._count)
-
-    @property
-    def graph(self) -> tuple[int, str]:
-        """How often a graph was launched; and why there is none from now on, empty if there may be one."""
-        ask, why = self._library.tilestream_program_graph, ctypes.c_char_p()
-        ask.restype = ctypes.c_int64
-        launches: int = ask(self._handle, ctypes.byref(why))
-        return launches, (why.value or b"").decode()
-
-    def _end_graph(self, code: int, stream: int) -> None:
-        """After an issue that ended otherwise than with a launched graph and its events."""
-        if code == _WITHOUT_GRAPH:
-            logger.warning("equal calls are issued by operations of the driver, not by a graph: %s", self.graph[1])
-            return
-        try:
-            self._record_events(stream)
-        except RuntimeError as error:
-            raise ProgramError(f"{error}; this is an event behind a graph", self._count - 1) from error
-
-    def _record_events(self, stream: int) -> None:
-        for event in self._events:
-            driver.record_event(stream, event)
+        return 0 if self.progress is None else self.progress[2]
 
 
 def _extension() -> ctypes.CDLL:
