@@ -229,10 +229,32 @@ def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypat
     assert again is fused, "and is remembered"
 
 
+def test_calls_that_differ_in_having_a_deadline_alone_have_plans_of_their_own(monkeypatch):
+    """A deadline bounds the wait of a fused call: so a call without one may be unfused where a call with one is not."""
+    state = group()
+    deadlines = (None, 20.0, 30.0, None)
+    without, one, other, again = (
+        planned(monkeypatch, "all_gather_matmul", "auto", state=state, deadline=deadline) for deadline in deadlines
+    )
+    assert one is not without
+    assert one is other, "its length decides nothing"
+    assert again is without
+
+
 def test_calls_that_differ_in_their_op_alone_have_keys_of_their_own():
     a, b = torch.empty(4, 2), torch.empty(2, 6)
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     assert len({Request(op, a, [b], [None], ["none"], None, [None]).key(group()) for op in ops}) == len(ops)
+
+
+def test_calls_that_differ_in_the_layout_of_a_alone_have_keys_of_their_own():
+    """A repeat of one would read the other's rows by the wrong strides."""
+    b = torch.empty(4, 6)
+    several = [torch.empty(4, 4), torch.empty(4, 4).t(), torch.empty(8, 4), torch.empty(4, 4, dtype=torch.bfloat16)]
+    keys = [Request("all_gather_matmul", a, [b], [None], ["none"], None, [None]).key(group()) for a in several]
+    assert len(set(keys)) == len(several)
+    again = Request("all_gather_matmul", several[0].clone(), [b], [None], ["none"], None, [None])
+    assert again.key(group()) == keys[0], "contents and addresses decide nothing"
 
 
 def test_calls_of_other_shards_and_on_trial_have_plans_of_their_own(monkeypatch):
