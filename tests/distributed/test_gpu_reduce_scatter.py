@@ -322,6 +322,44 @@ def test_the_watchdog_sees_a_call_whose_sum_is_being_launched(kind):
         assert seen == [True]
 
 
+class WaitsForPeer:
+    """As a `NativeProgram` that repeats a rank's call: its kernel ends, and the rest waits for the next rank's flag."""
+
+    progress = None
+
+    def __init__(self, rank: SumRank) -> None:
+        self._rank = rank
+
+    def issue(self, device: int, stream: int, epoch: int, *values: int) -> bool:
+        rank, events = self._rank, self._rank.queue.events(epoch)
+        waits = getattr(rank, rank.sum_waits_for)
+        events.kernel.record(rank.calling)
+        flag = rank.queue.flags.flag(rank.rank, (rank.rank + 1) % rank.world)
+        driver.stream_wait(waits.cuda_stream, flag, epoch)
+        events.side.record(waits)
+        events.end.record(waits)
+        return True
+
+
+@both
+def test_the_watchdog_bounds_the_wait_of_a_repeated_call(kind):
+    with world(kind, 2) as (cuda, (first, second), _):
+        received = torch.empty(2, 1, 3, 2) if kind is ScatterRank else None
+        with cuda.on(first.calling):
+            assert first.queue.repeat(WaitsForPeer(first), 0, 0, 1, received, (), 10.0)
+        cuda.run()
+        first.watch()
+        cuda.clock.now = 9.0
+        first.watch()
+        assert not first.idle, "the second does not come"
+        assert not first.state.broken, "it has 10 seconds"
+        cuda.clock.now = 11.0
+        first.watch()
+        cuda.run()
+        assert first.idle
+        assert second.queue.flags.aborted()
+
+
 @both
 def test_a_memory_error_is_raised_before_the_call_is_counted(kind):
     with world(kind, 2) as (cuda, ranks, _):
