@@ -213,6 +213,18 @@ def test_a_shape_that_was_not_called_is_not_captured():
         assert not ranks[0].state.broken
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shape_that_fills_the_slots_is_captured_in_them(kind):
+    with graph_world(2, kind, SHARDS[kind][2]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        queue = ranks[0].queue
+        size = queue.memory.slot_bytes
+        with cuda.on(ranks[0].calling), ranks[0].here(), capture(cuda):
+            assert not queue.reserve(size)
+            with pytest.raises(RuntimeError, match="call it once with these shapes before the capture"):
+                queue.reserve(size + 1)
+
+
 def test_new_slots_leave_a_captured_graph_its_own():
     with graph_world(2, GraphGather, SHARDS[GraphGather][2]) as (cuda, ranks):
         prepared(cuda, ranks)
