@@ -68,6 +68,15 @@ def test_a_handshake_that_is_too_long_is_refused():
         encode({f"field {number}": "x" for number in range(40)})
 
 
+def test_every_handshake_has_one_size():
+    """Up to it a value stays as it is: a receiver reads as many bytes whatever the sender says."""
+    room = HANDSHAKE_BYTES - len('{"op":""}')
+    for length in (1, room - 1, room, room + 1, 2 * room):
+        said = encode({"op": "x" * length})
+        assert len(said) == HANDSHAKE_BYTES
+        assert (json.loads(said)["op"] == "x" * length) == (length <= room)
+
+
 def test_of_what_a_handshake_has_no_room_for_there_is_a_hash():
     long = {"op": "all_gather_matmul", "kind": "K 8, " * 80, "a_shard": "[1, " * 60}
     mine, other = encode(long), encode({**long, "kind": "K 9, " * 80})
