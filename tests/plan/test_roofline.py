@@ -105,3 +105,20 @@ def test_a_machine_that_says_nothing_of_itself(monkeypatch):
     assert silent.workers >= 1
     assert silent.flops == 8 * 4.0e9
     assert "scalar, 8 fp32 operations a cycle at 4.0 GHz" in silent.source
+
+
+@pytest.mark.parametrize(
+    ("flags", "lanes", "operations"),  # of two pipes: each multiplies and adds, or one adds and the other multiplies
+    [
+        ("sse2 avx avx2 fma avx512f", 16, 4), ("sse2 avx avx2 fma", 8, 4), ("sse2 avx", 8, 2), ("fp asimd", 4, 4),
+        ("fp", 2, 4),
+    ],
+    ids=["avx512f", "avx2", "avx", "asimd", "scalar"],
+)  # fmt: skip
+def test_a_cores_peak_is_that_of_its_widest_vectors(monkeypatch, flags, lanes, operations):
+    from tilestream.core import device
+
+    name = "Features" if "fp" in flags.split() else "flags"
+    monkeypatch.setattr(device, "_cpuinfo", lambda: {name: flags})
+    monkeypatch.setattr(device, "_clock", lambda info: 5e9)
+    assert cpu_properties.__wrapped__().flops == lanes * operations * 5e9

@@ -183,6 +183,17 @@ def test_scratch_of_just_the_size_is_reused_by_the_next_tile():
         assert another.data_ptr() != first.data_ptr()
 
 
+def test_a_workspace_keeps_no_more_than_64_mib_of_scratch():
+    """A process keeps eight: 512 MiB, whatever its launches have needed."""
+    most = 64 * 2**20 // 4
+    for size, is_kept in ((most, True), (most + 1, False)):
+        space = Workspace()
+        with space.borrow((size,), torch.float32) as scratch:
+            at = scratch.data_ptr()
+        space.trim()
+        assert [x.data_ptr() for x in space._spare] == [at] * is_kept
+
+
 # The pool -------------------------------------------------------------------------------------------------------------
 
 
