@@ -2,7 +2,8 @@
 
 What the hardware does is done by stand-ins: an mbarrier blocks, and counts arrivals and bytes; a copy clips, fills with
 zeros, and arrives at its barrier; a multiplication is torch's; an atomic is one step. Threads that all wait for each
-other are an error, and so are bytes that no copy brings, a read outside a tensor, and an element stored twice.
+other are an error, and so are bytes that no copy brings, a read outside a tensor, an element stored twice, and a
+trace's end that no barrier holds behind the stores of all warps.
 
 Modules' functions call each other as their modules import them, so two of one name are two.
 """
@@ -21,8 +22,11 @@ import torch
 
 from mutants.engine import Edit, code_of
 from tilestream.kernels.device.schedule import LINE as _LINE
+from tilestream.kernels.device.trace import END, WORDS
 
 BEYOND, LINE = 2**30, _LINE.value
+#: Of a span in the log: when the stores of a tile, or of its halves, are issued.
+_ENDS = (END.value, END.value + 1)
 #: What a load leaves as it is; it makes float32 of other elements.
 _WORDS = (torch.int32, torch.int64)
 
@@ -129,11 +133,14 @@ class TensorMap:
 class Machine:
     """The workers of one launch.
 
-    ``exchanged`` is called before a word is exchanged, as signals are; ``edits`` seed faults.
+    ``exchanged`` is called before a word is exchanged, as signals are; ``edits`` seed faults; ``log``: the trace's.
     """
 
-    def __init__(self, edits: Sequence[Edit] = (), exchanged: Callable[[Pointer], None] = lambda _: None) -> None:
-        self._edits, self._exchanged = tuple(edits), exchanged
+    def __init__(
+        self, edits: Sequence[Edit] = (), exchanged: Callable[[Pointer], None] = lambda _: None,
+        log: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._edits, self._exchanged, self._log = tuple(edits), exchanged, log
         self._modules: dict[str, dict[str, Any]] = {}
         self._of_thread = threading.local()
         self._changed = threading.Condition()
@@ -265,11 +272,23 @@ class Machine:
         self.arrive(barrier, 0, -box.value.numel() * tensor_map.tensor.element_size())
 
     def tma_store(self, tensor_map: TensorMap, place: Sequence[Any], box: Box) -> None:
+        self._of_thread.apart = True
         part = _part(place, box.value.shape)
         found = tensor_map.tensor[part]
         with self._changed:
             tensor_map.stored[part] += 1
         found.copy_(box.value[: found.shape[0], : found.shape[1]])
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
+        """A thread is all warps of its loop: on a GPU those are apart from a store on, until they meet."""
+        if self._log is None or pointer.memory.data_ptr() != self._log.data_ptr():
+            self._of_thread.apart = True
+        elif int(pointer.offset) % WORDS.value in _ENDS:
+            assert not getattr(self._of_thread, "apart", False), "a tile's end is before another warp's stores"
+        store(pointer, value, mask)
+
+    def meet(self, *_: Any) -> None:
+        self._of_thread.apart = False
 
     def atomic(self, change: Callable[[torch.Tensor, Any], Any]) -> Callable[..., torch.Tensor]:
         def one(pointer: Pointer, *values: Any, **_: Any) -> torch.Tensor:
@@ -290,7 +309,7 @@ class Machine:
 
     def _made_stand_ins(self) -> dict[str, Any]:
         both: dict[str, Any] = {
-            "static_range": range, "constexpr": None, "load": load, "store": store, "where": _where,
+            "static_range": range, "constexpr": None, "load": load, "store": self.store, "where": _where,
             "minimum": _least, "maximum": _most, "abs": torch.abs, "float32": torch.float32, "int32": torch.int32,
             "int64": torch.int64, "cast": lambda x, dtype: torch.as_tensor(x).to(dtype), "expand_dims": torch.unsqueeze,
             "sum": lambda x, _: x.sum(), "min": lambda x, _: x.min(), "max": lambda x, _: x.max(),
@@ -309,9 +328,10 @@ class Machine:
             "inline_asm_elementwise": lambda _, __, values, **___: values[0],
         }  # fmt: skip
         slots: Callable[[], dict[Any, Any]] = dict
-        nothing = {name: lambda *_: None for name in ("gdc_wait", "gdc_launch_dependents", "drain", "barrier")}
+        nothing = {name: lambda *_: None for name in ("gdc_wait", "gdc_launch_dependents", "drain")}
         tick = itertools.count(1)
         return nothing | {
+            "barrier": self.meet,
             "tl": SimpleNamespace(**both), "gl": SimpleNamespace(**both | gl),
             "mbarrier": SimpleNamespace(
                 wait=self.wait, arrive=self.arrive, expect=lambda barrier, more: self.arrive(barrier, 1, int(more))

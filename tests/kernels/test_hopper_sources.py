@@ -130,7 +130,7 @@ class Case:
                 place = slice(int(word.offset) * CAPACITY, (int(word.offset) + 1) * CAPACITY)
                 assert (out.stored[place][self.used[place]] == 1).all(), "a source is signalled before its last tile"
 
-        machine = Machine(edits, signalled if publish is not NO_PUBLISH else lambda _: None)
+        machine = Machine(edits, signalled if publish is not NO_PUBLISH else lambda _: None, log.words)
         machine.launch(
             made.kernel, plan.schedule.workers,
             [Pointer(one) if isinstance(one, torch.Tensor) else one for one in given],
