@@ -59,7 +59,7 @@ kernels.portable.attention_strips: kernels/hopper/test_hopper_strips_text.py
 launch.hopper.attention_strips: kernels/hopper/test_hopper_strips_launch.py
 launch.hopper.strip_arguments: kernels/hopper/test_hopper_strips_launch.py kernels/hopper/test_hopper_strips_text.py
 plan.policy.hopper_strips: plan/test_invariance.py kernels/hopper/test_hopper_strips_launch.py
-kernels.hopper.grouped: kernels/test_hopper_grouped.py kernels/test_hopper_experts.py
+kernels.hopper.grouped: kernels/test_hopper_grouped.py kernels/test_hopper_experts.py kernels/test_hopper_sources.py
 kernels.device.groups: kernels/portable/test_portable_grouped.py ops/test_grouped.py
 kernels.device.epilogue: kernels/test_compiled_orders.py kernels/portable/test_portable_gemm.py
  kernels/cdna/test_cdna_numbers.py kernels/portable/test_portable_grouped.py
