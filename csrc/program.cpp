@@ -9,7 +9,7 @@
 namespace tilestream {
 namespace {
 
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 constexpr int64_t kSequence = 0, kLaunch = 1, kAddress = 0, kWord = 1;
 constexpr size_t kMaxValues = 1 << 8, kMaxParts = 1 << 10, kMaxPatches = 1 << 6;
 
@@ -63,7 +63,9 @@ Program::Program(std::span<const int64_t> integers) {
     }
     if (kind != kLaunch) refuse("a kind of part is unknown");
     const auto& kept_launch = *reinterpret_cast<const Launched*>(address);
-    Launch launch{kept_launch.entry, kept_launch.given, {}};
+    const int64_t stream = next();
+    if (stream < 0 || stream >= static_cast<int64_t>(values_)) refuse("a stream is of a value that is not there");
+    Launch launch{kept_launch.entry, kept_launch.given, static_cast<size_t>(stream), {}};
     for (size_t patches = count(kMaxPatches); patches > 0; patches--) {
       const int64_t what = next();
       if (what != kAddress && what != kWord) refuse("a kind of patch is unknown");
@@ -77,22 +79,24 @@ Program::Program(std::span<const int64_t> integers) {
   if (!integers.empty()) refuse("it is too long");
 }
 
-bool Program::may_begin(void* stream, int32_t device, int64_t context) const {
+bool Program::may_begin(std::span<const uint64_t> values, int32_t device, int64_t context) const {
+  const auto stream_of = [&](size_t value) { return reinterpret_cast<void*>(values[value]); };
   int capturing = 0;
-  if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
+  if (driver().stream_is_capturing(stream_of(0), &capturing) != kSuccess || capturing != 0) return false;
   for (const auto& part : parts_) {
     const auto* launch = std::get_if<Launch>(&part);
-    if (launch != nullptr && !launch->entry->recipe->has_words(stream, device, context)) return false;
+    if (launch != nullptr && !launch->entry->recipe->has_words(stream_of(launch->stream), device, context)) {
+      return false;
+    }
   }
   return true;
 }
 
 Program::Progress Program::issue(std::span<const uint64_t> values, int32_t device, size_t first) const {
   if (is_forked() || driver().launch == nullptr || values.size() != values_) return {first, 0, kDeclined};
-  void* const stream = reinterpret_cast<void*>(values[0]);
   int64_t context = 0;
   if (!context_of(device, &context)) return {first, 0, kDeclined};
-  if (first == 0 && !may_begin(stream, device, context)) return {first, 0, kDeclined};
+  if (first == 0 && !may_begin(values, device, context)) return {first, 0, kDeclined};
   for (size_t i = first; i < parts_.size(); i++) {
     if (const auto* sequence = std::get_if<const Sequence*>(&parts_[i])) {
       int code = kSuccess;
@@ -110,6 +114,7 @@ Program::Progress Program::issue(std::span<const uint64_t> values, int32_t devic
         given.addresses[patch.index] = reinterpret_cast<void*>(value);
       }
     }
+    void* const stream = reinterpret_cast<void*>(values[launch.stream]);
     if (!launch.entry->recipe->issue_on(stream, given, device, context)) {
       const int code = last_launch_code();
       return {i, 0, code == kSuccess ? kNotLaunched : code};

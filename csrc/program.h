@@ -39,14 +39,14 @@ class Program {
   static constexpr int kNotLaunched = -2;  // the next part is a launch for which the driver was not asked
 
   // Throws std::invalid_argument. The integers are those of `tilestream.launch.native_program`: the version; the number
-  // of values; of each part its kind, the address of its `Sequence` or `Launched`, and the number of its patches; of
-  // each patch what it sets (an address, or a word), the index of that, a value or -1, and a constant. Sequences must
-  // outlive the program.
+  // of values; of each part its kind, the address of its `Sequence` or `Launched`, of a launch the value that is its
+  // stream's handle, and the number of its patches; of each patch what it sets (an address, or a word), the index of
+  // that, a value or -1, and a constant. Sequences must outlive the program.
   explicit Program(std::span<const int64_t> integers);
 
-  // Issue the parts from `first` on, on a device. The first value is the handle of the launches' stream. A sequence
+  // Issue the parts from `first` on, on a device. The first value is the handle of the caller's stream. A sequence
   // gets as many of the values as it has slots. Declined in a forked process and without a context of the device, and
-  // before the first part also under capture, and where the stream lacks a launch's words.
+  // before the first part also if the caller's stream is captured, and where a stream lacks its launch's words.
   Progress issue(std::span<const uint64_t> values, int32_t device, size_t first) const;
 
   size_t values() const { return values_; }
@@ -62,10 +62,11 @@ class Program {
   struct Launch {
     std::shared_ptr<const Entry> entry;
     Given given;
+    size_t stream;  // the value that is its handle
     std::vector<Patch> patches;
   };
 
-  bool may_begin(void* stream, int32_t device, int64_t context) const;
+  bool may_begin(std::span<const uint64_t> values, int32_t device, int64_t context) const;
 
   size_t values_;
   std::vector<std::variant<const Sequence*, Launch>> parts_;

@@ -33,7 +33,7 @@ def seen(monkeypatch):
     monkeypatch.setattr(moe, "_planned", planned)
     monkeypatch.setattr(moe, "agree", lambda state, plan, device: found.steps.append("agree"))
     monkeypatch.setattr(moe, "connect", connect)
-    monkeypatch.setattr(graph_experts, "mix", lambda *args: found.steps.append(("mix", args[-1])) or "result")
+    monkeypatch.setattr(graph_experts, "mix", lambda *args: found.steps.append(("mix", args[-2])) or "result")
     return found
 
 

@@ -18,6 +18,7 @@ import tilestream as ts
 from error_rule import passes
 from rank_checks import raised
 from tilestream import distributed as tsd
+from tilestream.distributed.group_state import state_of
 
 DEADLINE = 20.0
 TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN = 96, 2, 3, 256, 192
@@ -66,6 +67,27 @@ def gradients(rank, world):
         found.append([t.grad for t in (x, weights, *w)])
     finish()
     return all(map(torch.equal, *found))
+
+
+def repeated(rank, world, halves, count):
+    """Equal calls on two streams in turn: whether bits are those of the usual way, and how many were repeats."""
+    _, _, w1, w2, w3 = arguments(mixture(world, 5), rank, world)
+    if halves:
+        w1, w3 = torch.cat([w1, w3], 1).chunk(2, 1)
+    how = {"form": "fused", "most_tokens": TOKENS, "deadline": DEADLINE}
+    streams, state = [torch.cuda.Stream(), torch.cuda.Stream()], state_of("a test", None)
+    before, same, made = state.repeated, True, torch.Generator("cuda").manual_seed(rank)
+    torch.cuda.synchronize()
+    for step in range(count):
+        with torch.cuda.stream(streams[step % 2]):
+            x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=BF16, generator=made)
+            scores = torch.rand(TOKENS, EXPERTS * world, device="cuda", generator=made)
+            chosen = scores.topk(TOP_K)
+            outs = [tsd.moe(one, tuple(chosen), w1, w2, w3, **how) for one in (x, x.clone().requires_grad_())]
+            streams[step % 2].synchronize()
+            same &= outs[0].view(torch.int16).equal(outs[1].detach().view(torch.int16))
+    finish()
+    return same, state.repeated - before
 
 
 def no_such_expert(rank, world):

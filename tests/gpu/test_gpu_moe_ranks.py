@@ -15,6 +15,8 @@ import moe_rank_jobs as jobs
 import pytest
 from test_gpu_distributed import SHARED, WORLDS, Pools, make_pool
 
+from tilestream.launch.native import why_not
+
 pytestmark = pytest.mark.timeout(300)
 #: Seconds beyond a deadline: ranks that share a GPU take turns on it.
 SLACK = 6.0 if SHARED else 1.5
@@ -40,6 +42,13 @@ CASES = [
 def test_results_match_torch(ranks, world):
     said = ranks.run(world, jobs.matches, CASES, bound=240, seconds=60)
     assert all("fused: kernels push the rows into the ranks' memory" in text for text in said), said[0]
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_equal_calls_are_repeated_with_the_bits_of_the_usual_way(ranks, halves):
+    for same, count in ranks.run(2, jobs.repeated, halves, 60, bound=120, seconds=60):
+        assert same
+        assert bool(why_not()) or count >= 50, "all but the first ones of each stream"
 
 
 def test_gradients_are_those_of_the_unfused_form(ranks):

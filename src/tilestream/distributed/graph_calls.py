@@ -209,12 +209,26 @@ class GraphQueue(CallQueue):
             if graph:
                 lose_capture(calling)
             else:
-                self._abort_half_issued(error)
-                calling.wait_stream(side)  # it may read the caller's tensors, and waits for no peer
-                ended.record(calling)
+                self.give_up(error, calling)
             raise
         self._graph = graph or self._graph
         ended.record(calling)
+
+    @property
+    def side(self) -> torch.cuda.Stream:
+        """The other stream of eager calls."""
+        return self._side
+
+    @property
+    def ended(self) -> torch.cuda.Event:
+        """Recorded behind each eager call, for which the next one waits."""
+        return self._ended
+
+    def give_up(self, error: BaseException, calling: torch.cuda.Stream) -> None:
+        """Break the group after an eager call that was issued in part."""
+        self._abort_half_issued(error)
+        calling.wait_stream(self._side)  # it may read the caller's tensors, and waits for no peer
+        self._ended.record(calling)
 
     def record(
         self, recorder: Recorder, texts: tuple[gather.Operations, gather.Operations], pushes: Handlers

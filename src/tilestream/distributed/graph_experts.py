@@ -29,6 +29,7 @@ from tilestream.distributed.graph_calls import GraphQueue, GraphSignals
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.moe_experts import Experts, through
 from tilestream.distributed.moe_plan import MoePlan
+from tilestream.distributed.moe_repeats import MixtureRepeat, PlainMixture
 from tilestream.distributed.program import CALLING, Handlers, Program, Recorder, no_op
 from tilestream.launch.choices import Chosen, sort
 from tilestream.launch.layout import Layout
@@ -74,7 +75,7 @@ class GraphExperts(GraphQueue):
 
     def mix(
         self, layout: Layout, pushers: int, alone: int, x: torch.Tensor, weights: torch.Tensor, chosen: Chosen,
-        compute: Compute, seconds: float, number: int,
+        compute: Compute, seconds: float, number: int, repeat: MixtureRepeat | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Issue or capture a call; the result is as ``x``.
 
@@ -90,6 +91,8 @@ class GraphExperts(GraphQueue):
             The deadline of each wait for a peer.
         number
             `MoePlan.number`.
+        repeat
+            Learns to repeat the call.
         """
         from tilestream.launch.portable import experts, rank_calls  # imports Triton
 
@@ -132,7 +135,10 @@ class GraphExperts(GraphQueue):
             host[f"take {source}"] = partial(experts.take_rows, words, layout, local, source, seconds)
             host[f"compute {source}"] = partial(multiply, source)
             host[f"return {source}"] = partial(give_back, source)
-        self.run(prepared.program, host)
+        if repeat is None or capturing:
+            self.run(prepared.program, host)
+        else:
+            repeat.learn(prepared.program, host, self.run)
         return out
 
     def _prepare(self, layout: Layout, slot: int) -> Prepared:
@@ -219,19 +225,21 @@ def workers_under(bound: int, pushers: int, everybody: int) -> tuple[int, int]:
 
 def mix(
     state: GroupState, plan: MoePlan, x: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor, e: Experts,
-    seconds: float,
+    seconds: float, plain: PlainMixture | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The result ``[T, H]`` of `tilestream.distributed.moe`, non-blocking. Hold the group's call.
 
-    The next call on this device, or with this group, raises later errors.
+    The next call on this device, or with this group, raises later errors. ``plain``: the call, if equal ones can be
+    repeated.
     """
     from tilestream.launch.portable.experts import multiply_rows  # imports Triton
 
-    layout = plan.layout
+    layout, repeat = plan.layout, None
     assert layout is not None
 
     def compute(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return through(e, rows, ends, lambda gate, up: multiply_rows(gate, up, ends))
+        multiply = multiply_rows if repeat is None else repeat.multiply
+        return through(e, rows, ends, lambda gate, up: multiply(gate, up, ends))
 
     with torch.cuda.device(x.device):
         queue = GraphExperts.of(state, plan, "x", x.device, layout.size, text.signals(layout.world, layout.experts))
@@ -239,6 +247,7 @@ def mix(
         everybody = cuda_properties(x.device.index).workers
         pushers, alone = workers_under(workers_in(limit()) or everybody, plan.pushers, everybody)
         x, weights = x.contiguous(), weights.contiguous()
-        out = queue.mix(layout, pushers, alone, x, weights, chosen, compute, seconds, plan.number)
+        repeat = None if plain is None else MixtureRepeat.of(plain, queue, layout, e)  # type: ignore[arg-type]
+        out = queue.mix(layout, pushers, alone, x, weights, chosen, compute, seconds, plan.number, repeat)
         graph_calls.note_prepared(state, plan)
     return out

@@ -31,6 +31,7 @@ from tilestream.distributed.group_state import Group, GroupState, groups_of, nam
 from tilestream.distributed.moe_dispatch import Compute, Rows, by_collectives, by_messages, sorted_rows
 from tilestream.distributed.moe_experts import Experts, Part
 from tilestream.distributed.moe_plan import MoePlan, plan_of
+from tilestream.distributed.moe_repeats import PlainMixture, plain_mixture
 from tilestream.distributed.request import running
 from tilestream.distributed.symmetric import connect
 from tilestream.kernels.cpu.epilogue import wide_dtype
@@ -132,11 +133,20 @@ def moe(
     >>> y = ts.distributed.moe(x, chosen, w1, w2, w3)  # doctest: +SKIP
     """
     weights, experts = _chosen(x, router)
+    options = {"deadline": deadline, "most_tokens": most_tokens}
+    plain = plain_mixture(x, weights, experts, w1, w2, w3, group, activation, form, **options)
+    if plain is not None and (made := plain.repeated()) is not None:
+        return made
     x, w1, w2, w3 = _checked(x, weights, experts, w1, w2, w3, activation, form)
     most = _most(most_tokens, x)
     seconds = -1.0 if deadline is None else check_deadline(deadline)
     name = name_of(_OP, _one_group(group), _ANY)
     rows, top_k = x.shape[:-1].numel(), experts.shape[-1]
+    if plain is not None:
+        flat = x.view(rows, x.shape[-1]), weights.view(rows, top_k), experts.view(rows, top_k)
+        of_call = Experts(w1, w2, w3, activation or "none"), (name, form, seconds, limit(), most)
+        if (pushed := _pushed(*flat, *of_call, plain)) is not None:
+            return pushed.view(x.shape)
     result: torch.Tensor = moe_op(
         x.reshape(rows, x.shape[-1]), weights.reshape(rows, top_k), experts.reshape(rows, top_k), w1, w2, w3,
         activation or "none", name, form, seconds, limit(), most,
@@ -316,9 +326,10 @@ def _planned(
 
 
 def _pushed(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, e: Experts, how: Sequence[Any]
-) -> torch.Tensor | None:
-    """The result of a call whose rows kernels push; None for other calls."""
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, e: Experts, how: Sequence[Any],
+    plain: PlainMixture | None = None,
+) -> torch.Tensor | None:  # fmt: skip
+    """The result of a call whose rows kernels push; None for other calls. ``plain``: as of `graph_experts.mix`."""
     if not x.is_cuda:
         return None
     state, plan, seconds = _planned(_OP, x, experts, e, *how)
@@ -333,7 +344,7 @@ def _pushed(
         from tilestream.distributed import graph_experts  # imports Triton
 
         with within_limit(how[3]) if how[3] else contextlib.nullcontext():
-            return graph_experts.mix(state, plan, x, weights, experts, e, seconds)
+            return graph_experts.mix(state, plan, x, weights, experts, e, seconds, plain)
 
 
 def _forward(

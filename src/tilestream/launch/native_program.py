@@ -22,11 +22,13 @@ from tilestream.runtime.extension import library, made
 from tilestream.runtime.sequence import Sequence, Slot
 
 #: Of csrc/program.cpp.
-_PROGRAM_VERSION = 1
+_PROGRAM_VERSION = 2
 _SEQUENCE, _LAUNCH = range(2)
 #: Why an issue ended, beside the driver's codes.
 _DECLINED, _STOPPED = -1, -3
 _BEGIN = ctypes.c_int64(0)
+#: The value that is the handle of the caller's stream.
+_CALLER = Slot(0)
 
 
 class Patch(NamedTuple):
@@ -70,10 +72,10 @@ class Launched:
         if not is_finalizing():  # then the modules that this needs may be gone
             self._library.tilestream_launch_free(ctypes.c_void_p(self.handle))
 
-    def integers(self, patches: Iterable[Patch]) -> list[int]:
-        """The launch as a part of a program; see `Program` in csrc/program.h."""
+    def integers(self, patches: Iterable[Patch], stream: Slot = _CALLER) -> list[int]:
+        """The launch as a part of a program; see `Program` in csrc/program.h. ``stream``: the value of its handle."""
         by_name = {one.name: one for one in (*self._given, *patches)}
-        made = [_LAUNCH, self.handle, len(by_name)]
+        made = [_LAUNCH, self.handle, stream.index, len(by_name)]
         for name, value in by_name.values():
             is_word, index = self._places[name]
             slot, constant = (value.index, value.plus) if isinstance(value, Slot) else (-1, value)
@@ -102,8 +104,8 @@ class Launched:
         )
 
 
-#: A part of a program: a sequence, or a launch with its patches.
-Part = Sequence | tuple[Launched, Iterable[Patch]]
+#: A part of a program: a sequence, or a launch with its patches, and its stream if that is not the caller's.
+Part = Sequence | tuple[Launched, Iterable[Patch]] | tuple[Launched, Iterable[Patch], Slot]
 #: The places of operands and words in a launch that the extension has issued.
 _PLACES = {name: (False, i) for i, name in enumerate(OPERANDS)} | {name: (True, i) for i, name in enumerate(WORDS)}
 
@@ -146,7 +148,7 @@ class NativeProgram:
     Parameters
     ----------
     values
-        The number of values of an issue. The first is the handle of the stream of all launches.
+        The number of values of an issue. The first is the handle of the caller's stream.
     parts
         In order: sequences, each of which gets as many values as it has slots; and launches with their patches.
 
@@ -170,7 +172,7 @@ class NativeProgram:
         integers = [_PROGRAM_VERSION, values, len(self._parts)]
         for part in self._parts:
             if not isinstance(part, Sequence):
-                integers += part[0].integers(part[1])
+                integers += part[0].integers(*part[1:])
             elif part.handle is None:
                 raise ValueError("a program: Python issues one of its sequences")
             else:
