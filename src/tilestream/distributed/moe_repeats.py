@@ -34,7 +34,7 @@ from tilestream.runtime.sequence import Sequence as Operations
 from tilestream.runtime.streams import current_stream
 
 if TYPE_CHECKING:
-    from tilestream.distributed.graph_experts import GraphExperts
+    from tilestream.distributed.graph_calls import GraphQueue
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class MixtureRepeat(Repeat):
         Of all of them; the experts' memory may be another in each.
     """
 
-    def __init__(self, queue: GraphExperts, layout: Layout, e: Experts) -> None:
+    def __init__(self, queue: GraphQueue, layout: Layout, e: Experts) -> None:
         super().__init__(queue.device)
         self._queue, self._layout, self._hidden = queue, layout, e.w1.shape[1]
         self._halves = e.activation == "silu" and stacked(e.w1, e.w3) is not None
