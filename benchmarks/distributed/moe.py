@@ -163,7 +163,7 @@ def moe(rank: int, world: int, session: Session) -> None:
         }  # fmt: skip
         return row | _measured({**right, **alone}, clock, shuffle, session.options.rounds or 9)
 
-    rows_of(session, record, [(name, n, skew) for name in widths for n in counts for skew in SKEWS], measure)
+    rows_of(session, record, [(name, n, skew) for n in counts for name in widths for skew in SKEWS], measure)
 
 
 def _measured(
