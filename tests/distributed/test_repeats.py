@@ -420,6 +420,30 @@ def test_unfused_calls_are_a_collective_and_products(state, group):
     assert [one[0] for one in group.asked] == ["gather", "gather", "scatter", "reduce", "reduce"]
 
 
+@pytest.mark.parametrize(
+    ("out_dtype", "fast_accum", "options"),
+    [
+        (None, True, set()), (torch.bfloat16, True, set()),
+        (torch.float32, True, {"out_dtype", "fast_accum", "activation", "bias", "scale_a", "scale_b"}),
+        (None, False, {"out_dtype", "fast_accum", "activation", "bias", "scale_a", "scale_b"}),
+    ],
+)  # fmt: skip
+def test_an_unfused_product_with_the_default_options_names_none(
+    state, group, monkeypatch, out_dtype, fast_accum, options
+):
+    """A first call, without a native launch, names as few: it has the key by which the next one is found."""
+    asked = []
+    monkeypatch.setattr(native, "product", lambda op, a, b, **how: asked.append(how))
+    monkeypatch.setattr(unfused, "multiply", lambda request: asked.append(request) or A @ B)
+    call = plain(A, B)
+    unfused.UnfusedAllReduce.of(call, torch.device("cpu"), out_dtype, fast_accum)
+    assert call.repeated() is not None
+    how, request = asked
+    assert set(how) == options
+    assert request.out_dtype == (torch.float32 if out_dtype is torch.float32 else None)
+    assert request.fast_accum == fast_accum
+
+
 def test_unfused_calls_have_their_biases_activations_and_scales(state, group, monkeypatch):
     def product(op, a, b, *, bias, activation, scale_a, scale_b, **how):
         out = (a.float() @ b.float()) * (1 if scale_a is None else scale_a) * (1 if scale_b is None else scale_b)

@@ -526,8 +526,9 @@ def test_torchs_allocator_is_told_once_who_uses_the_memory_of_parts(state, exten
     sums, a, b = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
     for _ in range(1 + gather.SLOTS):
         sums.usual(a, b)
-    streams = {}
-    monkeypatch.setattr("tilestream.distributed.gpu_reduce_scatter.current_stream", lambda device: streams["calling"])
+    calling = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr("tilestream.distributed.gpu_reduce_scatter.current_stream", lambda device: calling)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: calling.cuda_stream, raising=False)
     told: list[tuple[int, int]] = []
     told_of = lambda x, stream: told.append((x.data_ptr(), stream.cuda_stream))  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "record_stream", told_of)
@@ -535,7 +536,7 @@ def test_torchs_allocator_is_told_once_who_uses_the_memory_of_parts(state, exten
 
     def call(stream: int) -> list[tuple[int, int]]:
         told.clear()
-        streams["calling"] = streams.setdefault(stream, SimpleNamespace(cuda_stream=stream))
+        calling.cuda_stream = stream
         assert plain(state, a, b).repeated() is not None
         return list(told)
 
@@ -597,10 +598,38 @@ def test_a_call_in_the_slot_of_an_earlier_one_is_watched_alone(state, driver, py
     for _ in range(1 + gather.SLOTS):
         gathers.usual(zeros(8, 64), b)
     queue = gathers.queue
-    first, *_, last = [call for call in queue._calls if call.epoch > queue._epoch - gather.SLOTS]
-    queue._calls = [first, last]  # the one between was polled a moment later, and had ended
+    (repeat,) = state.repeats.values()
+    program, watched, before = repeat.programs[queue.next_slot], list[int](), queue._issued(queue._epoch)
+    issue = program.issue
+
+    def seen(*values: int) -> bool:
+        watched.extend(call.epoch for call in queue._issued(queue._epoch))
+        return issue(*values)
+
+    program.issue = seen
     assert plain(state, zeros(8, 64), b).repeated() is not None
-    assert [call.epoch for call in queue._calls] == [last.epoch, last.epoch + 1]
+    epochs = [call.epoch for call in before]
+    assert epochs == [queue._epoch - 3, queue._epoch - 2, queue._epoch - 1]
+    assert watched == epochs[1:], "its events are recorded again"
+    assert [call.epoch for call in queue._issued(queue._epoch)] == [*epochs[1:], queue._epoch]
+
+
+@pytest.mark.parametrize("one_shot", [False, True], ids=["sum", "all-reduce"])
+def test_the_peers_of_a_repeated_sum_have_its_deadline_or_the_groups_present_timeout(
+    state, extension, driver, cuda, one_shot
+):
+    sums, a, b = Sums(state, extension, driver, one_shot), zeros(16, 64), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(a, b)
+    asked: list[str] = []
+    state.timeout = lambda kind: asked.append(kind) or 9.0
+    assert plain(state, a, b).repeated() is not None
+    assert not asked, "which costs the host more than the rest of a call's deadline"
+    assert sums.queue._seconds(sums.queue._issued(sums.queue._epoch)[-1]) == 9.0
+    assert asked == ["cuda"]
+    assert plain(state, a, b)._replace(deadline=2.0).repeated() is not None
+    assert sums.queue._seconds(sums.queue._issued(sums.queue._epoch)[-1]) == 2.0
+    assert asked == ["cuda"]
 
 
 @pytest.mark.parametrize("return_a", [False, True])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tilestream.arrival.device import DeviceSignals
 from tilestream.core.protocols import gather
 from tilestream.distributed.collective import agree, barrier
 from tilestream.distributed.group_state import GroupState
@@ -54,13 +55,14 @@ class IssuedCall(NamedTuple):
     """A call that was issued."""
 
     epoch: int  # its epoch in the protocol
-    overrule: Callable[[BaseException], None]  # signals to the call that its missing chunks will not come
     #: kernel, side: the events after its kernel, and after its other streams: see `SlotEvents`.
     kernel: torch.cuda.Event
     side: torch.cuda.Event
     flag_value: int  # the least value of a peer's flag once the peer has signalled all of this call
-    #: Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
-    peer_seconds: float = 0.0
+    #: Seconds that peers have from the kernel's end; None: the group's own timeout, which the watchdog asks for when
+    #: it needs it. Unused by gathers, whose kernels have a deadline.
+    peer_seconds: float | None = 0.0
+    signals: DeviceSignals | None = None  # that its kernel waits for; None of sums, and of a call without a kernel
 
 
 class CallQueue:
@@ -85,8 +87,8 @@ class CallQueue:
         channel(device)  # made here, because the watchdog uses it and must not allocate on the GPU
         self._side = lend_to(self, device)
         self._epoch = 0
-        self._calls: list[IssuedCall] = []
-        self._lock = threading.Lock()  # of `_calls`
+        #: By slot: the last call, from when it is issued until the slot's next call begins.
+        self._calls: list[IssuedCall | None] = [None] * gather.SLOTS
         self._posted = made_event()
         self._events = [SlotEvents(made_event(), made_event(), made_event()) for _ in range(gather.SLOTS)]
         #: Programs by form and slot; they hold addresses of the present slots.
@@ -125,8 +127,7 @@ class CallQueue:
             state.check()
             raise AssertionError("the call was refused, but the group is not broken")
         self._epoch = epoch
-        with self._lock:  # the slot's last call has ended, and its events are reused
-            self._calls = [call for call in self._calls if call.epoch > epoch - gather.SLOTS]
+        self._calls[epoch % gather.SLOTS] = None  # it has ended, and its events are reused
         return epoch
 
     @property
@@ -136,12 +137,9 @@ class CallQueue:
 
     def begin_native(self) -> int:
         """The epoch of a new call, whose program performs the host's part of the protocol: see `admission`."""
-        self._epoch += 1
-        oldest, calls = self._epoch - gather.SLOTS, self._calls
-        if calls and calls[0].epoch <= oldest:  # it has ended, and the program records its events again
-            with self._lock:
-                self._calls = [call for call in self._calls if call.epoch > oldest]
-        return self._epoch
+        epoch = self._epoch = self._epoch + 1
+        self._calls[epoch % gather.SLOTS] = None  # it has ended, and the program records its events again
+        return epoch
 
     def admission(self, slot: int) -> Program:
         """The host's part of the protocol before a call in ``slot``, as operations that a native program begins with.
@@ -182,20 +180,17 @@ class CallQueue:
             call.kernel.synchronize()
 
     def _issued(self, epoch: int) -> list[IssuedCall]:
-        """The calls up to ``epoch`` that may be in flight."""
-        with self._lock:
-            return [call for call in self._calls if call.epoch <= epoch]
+        """The calls up to ``epoch`` that may be in flight, the oldest first."""
+        calls = [call for call in self._calls if call is not None and call.epoch <= epoch]
+        return sorted(calls, key=lambda call: call.epoch)
 
     def _under_way(self) -> list[IssuedCall]:
-        """The calls whose other streams have work left; the others are dropped."""
-        with self._lock:
-            self._calls = [call for call in self._calls if not call.side.query()]
-            return list(self._calls)
+        """The calls whose other streams have work left, the oldest first."""
+        return [call for call in self._issued(self._epoch) if not call.side.query()]
 
     def track(self, call: IssuedCall) -> None:
         """Have the watchdog watch a completely issued call."""
-        with self._lock:
-            self._calls.append(call)
+        self._calls[call.epoch % gather.SLOTS] = call
         self._watchdog.wake()
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
@@ -255,6 +250,10 @@ class CallQueue:
         """Break the group after a partly issued call: peers may wait for the rest."""
         self.abort_group(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
 
+    def overrule(self, call: IssuedCall, error: BaseException) -> None:
+        """Signal to ``call`` that its missing chunks will not come."""
+        raise NotImplementedError
+
     def why_expired(self, oldest: IssuedCall) -> str:
         """The reason why this rank gives up; empty if it does not. ``oldest``: the oldest call in flight."""
         raise NotImplementedError
@@ -276,7 +275,7 @@ class CallQueue:
         def overrule(op: gather.Overrule) -> None:
             if call := self.call_of(op.epoch):
                 error = state.break_(why)  # has the first reason, if the group is already broken
-                _run_bounded(functools.partial(call.overrule, error))
+                _run_bounded(functools.partial(self.overrule, call, error))
 
         def await_kernel(op: gather.AwaitKernel) -> None:
             # Polls: a wait for an event blocks in the driver, which may be loading a kernel.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ from tilestream.distributed.slots import (
     sources_of,
 )
 from tilestream.distributed.symmetric import PeerMemory
-from tilestream.launch.gate import bounds_of
+from tilestream.launch.gate import nanoseconds
 from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, ProgramError, keeping
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import AwaitEvent, Check, CopyAcross, Operand, Record, Wait, WaitEvent, Write
@@ -127,7 +128,9 @@ class GatherQueue(CallQueue):
         self._heard = channel(device).newest
         #: Calls without all their kernels, with their deadlines in seconds.
         self._without_kernel: dict[int, tuple[PeerSignals, float]] = {}
+        #: Set by the thread that issues; the watchdog marks it under the lock.
         self._pending: _PendingIssue | None = None
+        self._lock = threading.Lock()
         #: The program after the kernel, by slot.
         self._finish = [self._prepare_finish(slot) for slot in range(gather.SLOTS)]
 
@@ -193,11 +196,10 @@ class GatherQueue(CallQueue):
         from_slot = way == "pull" or not shard.data.is_contiguous()
         form = Form(shards, shard.data.dtype, shard.scales is not None, way, from_slot)
         epoch, calling = self.begin(), torch.cuda.current_stream(self.device)
-        handle, overrule = calling.cuda_stream, _nothing_to_overrule
+        handle, begun = calling.cuda_stream, None
         try:
             arrival = self.arrival(shards, epoch)
-            signals = _signals(arrival)
-            overrule = signals.overrule
+            signals = begun = _signals(arrival)
             program, slot = self.prepared(form, epoch, self._prepare)
             if shard.scales is not None:  # they are few, and often one expanded number
                 shard = shard._replace(scales=shard.scales.contiguous())
@@ -222,7 +224,7 @@ class GatherQueue(CallQueue):
             issue(program, values, {"fill": fill, "await peers": await_peers})
         except BaseException as error:  # peers may wait for the rest of the call
             self._abort_half_issued(error)
-            self._end(epoch, overrule, handle)  # so that the watchdog releases a waiting side stream
+            self._end(epoch, begun, handle)  # so that the watchdog releases a waiting side stream
             raise
         self._without_kernel[epoch] = signals, seconds
         signals.local_rows = own
@@ -246,7 +248,7 @@ class GatherQueue(CallQueue):
                 self.take_out(gathered, slot.data, signals, shards, None if own is None else shard.data)
         finally:  # without a kernel, too, so that the peers get their rows
             signals.local_rows = None  # drops the reference to the caller's tensor
-            missing = self._end(epoch, overrule, handle)
+            missing = self._end(epoch, signals, handle)
         _void(missing, outs, shards)
         for rank in missing:
             if gathered is not None:
@@ -262,16 +264,17 @@ class GatherQueue(CallQueue):
             place(self._rank, into, own)
 
     def repeat(
-        self, program: NativeProgram, known: Arrival, shards: Shards, shard: ScaledRows, addresses: Sequence[int],
-        seconds: float, way: gather.Way, behind: Callable[[PeerSignals], None] | None = None,
+        self, program: NativeProgram, signals: PeerSignals, shards: Shards, rows: torch.Tensor,
+        scales: torch.Tensor | None, addresses: Sequence[int], seconds: float, way: gather.Way,
+        behind: Callable[[PeerSignals], None] | None = None,
     ) -> list[int] | None:  # fmt: skip
         """Issue a call with all its kernels by a program.
 
         Parameters
         ----------
-        known
-            The arrival that the program's kernels wait for.
-        shard
+        signals
+            What the program's kernels wait for.
+        rows, scales
             The own rows, and their scales; contiguous.
         addresses
             See `GatherRepeat`.
@@ -284,63 +287,70 @@ class GatherQueue(CallQueue):
             The ranks that were given up during the issue. None if nothing was issued: the stream lacks the words of a
             launch, the slot has other signals now, or the usual way has to find out what a kernel has reported.
         """
-        if self._without_kernel or known.key not in self._keys:  # another arrival has the slot's signals now
+        if self._without_kernel or signals.key not in self._keys:  # another arrival has the slot's signals now
             return None
         if way == "pull":  # the wait for an earlier kernel is no part of the time that this call's peers have
             self._events[(self._epoch - gather.AHEAD) % gather.SLOTS].kernel.synchronize()
-        epoch, index = self.begin_native(), shard.data.get_device()
-        signals, stream = _signals(known), torch._C._cuda_getCurrentRawStream(index)
+        epoch, index, calling = self.begin_native(), rows.get_device(), current_stream(self.device)
+        stream, at_scales = torch._C._cuda_getCurrentRawStream(index), 0
         signals.begin(epoch)
-        for x in shard:
-            if x is not None:
-                x.record_stream(current_stream(self.device))  # as in `issue`
-        rows, scales = (0 if x is None else x.data_ptr() for x in shard)
-        allowed, _ = bounds_of(seconds, self.op)
+        rows.record_stream(calling)  # as in `issue`
+        if scales is not None:
+            scales.record_stream(calling)
+            at_scales = scales.data_ptr()
+        given = rows.data_ptr(), at_scales, nanoseconds(seconds), self._heard, *addresses
         if way == "pull":
             self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
             self._watchdog.wake()
         program.progress = None
         try:
-            if not program.issue(index, stream, epoch, rows, scales, allowed, self._heard, *addresses):
+            if not program.issue(index, stream, epoch, *given):
                 with self._lock:
                     self._pending = None
                 self.take_back(epoch)
                 return None
             if behind is None:
-                return self._watch(epoch, signals.overrule)
+                return self._watch(epoch, signals)
         except BaseException as error:
             issued = program.recover(error)
             if issued == len(program):  # an interrupt came behind the issue: no event is recorded again
                 if behind is None:
-                    self._watch(epoch, signals.overrule)
+                    self._watch(epoch, signals)
                 else:
-                    self._end(epoch, signals.overrule, stream)
+                    self._end(epoch, signals, stream)
                 raise
             if issued < program.first_launch or not isinstance(error, ProgramError):
                 self._abort_half_issued(error)  # peers may wait for the rest of the call
             else:  # the peers get their rows
                 self._without_kernel[epoch] = signals, seconds
             if behind is not None or issued + 1 < len(program):
-                self._end(epoch, signals.overrule, stream)
+                self._end(epoch, signals, stream)
             raise
         try:
             behind(signals)
         finally:
-            missing = self._end(epoch, signals.overrule, stream)
+            missing = self._end(epoch, signals, stream)
         return missing
 
-    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
+    def _end(self, epoch: int, signals: PeerSignals | None, calling: int) -> list[int]:
         """Issue the program after the kernel. Returns the ranks that were given up during the issue."""
         issue(self._finish[epoch % gather.SLOTS], (calling, epoch, 0, 0), {})
-        return self._watch(epoch, overrule)
+        return self._watch(epoch, signals)
 
-    def _watch(self, epoch: int, overrule: Callable[[BaseException], None]) -> list[int]:
+    def _watch(self, epoch: int, signals: PeerSignals | None) -> list[int]:
         """Have the watchdog watch an issued call. Returns the ranks that were given up during the issue."""
-        events = self._events[epoch % gather.SLOTS]
-        self.track(IssuedCall(epoch, overrule, events.kernel, events.end, epoch))
+        kernel, _, end = self._events[epoch % gather.SLOTS]
+        self.track(IssuedCall(epoch, kernel, end, epoch, 0.0, signals))
+        if self._pending is None:
+            return []
         with self._lock:  # from here on the watchdog treats it as a call in flight
             pending, self._pending = self._pending, None
-        return [] if pending is None else pending.missing or []
+        return pending.missing or []
+
+    def overrule(self, call: IssuedCall, error: BaseException) -> None:
+        """See `CallQueue`; a call that failed before it had signals has no kernel."""
+        if call.signals is not None:
+            call.signals.overrule(error)
 
     def _prepare(self, form: Form, slot: int) -> Prepared:
         """Record the calling stream's operations before the kernel, then the side stream's."""
@@ -521,10 +531,6 @@ def abort_expired(queue: CallQueue | None) -> None:
         queue.abort_group(queue.describe_expiry())
 
 
-def _nothing_to_overrule(error: BaseException) -> None:
-    """The overrule of a call that failed before it had signals: it does nothing."""
-
-
 def take_out(
     into: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards,
     nans: dict[torch.dtype, torch.Tensor],
@@ -586,6 +592,9 @@ class GatherRepeat(ProgramRepeat):
         #: Of each product, its columns; and the dtype of all.
         self._columns: list[int] = []
         self._dtype = torch.bfloat16
+        #: The shapes of all ranks' rows and of the products, from the first repeated call on: equal calls have them.
+        self._gathered: tuple[int, ...] = ()
+        self._shapes: list[tuple[int, ...]] = []
         #: The operands of products that are given, by name. The kernels read scales of rows in the slot.
         self._given = [
             (name, i)
@@ -623,25 +632,35 @@ class GatherRepeat(ProgramRepeat):
 
     def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> Gathered | None:
         """See `ProgramRepeat`: all ranks' rows, None without ``return_a``, and the products."""
-        a, arrival = call.a, self._arrivals[slot]
+        a, arrival, extras = call.a, self._arrivals[slot], call.extras
         assert arrival is not None
-        shape = list(a.shape)
-        shape[call.dim] *= self._shards.world
-        outs = [torch.empty((*shape[:-1], n), dtype=self._dtype, device=a.device) for n in self._columns]
-        extras = call.extras
-        operands = *call.bs, *outs, *extras.biases, *extras.scales_b
-        addresses = [x.data_ptr() for x in operands if x is not None]
-        gathered = torch.empty(shape, dtype=a.dtype, device=a.device) if self._return_a else None
-        behind = None if gathered is None else functools.partial(self._take_out, slot, a, gathered)
-        shard = ScaledRows(a, call.scales_of_rows())
-        missing = self._queue.repeat(program, arrival, self._shards, shard, addresses, call.seconds, self._way, behind)
+        if not self._shapes:
+            self._see(a.shape, call.dim)
+        outs = [a.new_empty(shape, dtype=self._dtype) for shape in self._shapes]
+        addresses = [x.data_ptr() for x in (*call.bs, *outs)]
+        scales = gathered = behind = None
+        if extras is not NO_EXTRAS:
+            addresses += [x.data_ptr() for x in (*extras.biases, *extras.scales_b) if x is not None]
+            scales = call.scales_of_rows()
+        if self._return_a:
+            gathered = a.new_empty(self._gathered)
+            behind = functools.partial(self._take_out, slot, a, gathered)
+        of_call = _signals(arrival), self._shards, a, scales, addresses, call.seconds, self._way, behind
+        missing = self._queue.repeat(program, *of_call)
         if missing is None:
             return None
-        _void(missing, outs, self._shards)
+        if missing:
+            _void(missing, outs, self._shards)
         if gathered is not None:
             for rank in missing:
                 _fill_nan(gathered.view(self._shards.shape)[:, rank])
         return gathered, outs
+
+    def _see(self, shape: torch.Size, dim: int) -> None:
+        """Keep the shapes of the results of calls with shards of this shape."""
+        gathered = list(shape)
+        gathered[dim] *= self._shards.world
+        self._gathered, self._shapes = tuple(gathered), [(*gathered[:-1], n) for n in self._columns]
 
     def _take_out(self, slot: int, a: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals) -> None:
         """Copy all ranks' rows out of the slot."""

@@ -82,7 +82,7 @@ class Issuing:
     """A call while it is issued. After a failure `recover` records the missing events."""
 
     def __init__(
-        self, queue: ReduceScatterQueue, epoch: int, flag_value: int, seconds: float,
+        self, queue: ReduceScatterQueue, epoch: int, flag_value: int, seconds: float | None,
         calling: torch.cuda.Stream, side: torch.cuda.Stream,
     ) -> None:  # fmt: skip
         self._queue, self._calling, self._side = queue, calling, side
@@ -131,8 +131,8 @@ class ReduceScatterQueue(CallQueue):
         #: The value of every peer's flag after the calls so far.
         self._flag_value = 0
         self._reported = False
-        #: The memory that the last repeated call has pulled to, and its calling stream.
-        self._recorded: tuple[Callable[[], torch.Tensor | None], torch.cuda.Stream | None] = lambda: None, None
+        #: The memory that the last repeated call has pulled to, and the handle of its calling stream.
+        self._recorded: tuple[Callable[[], torch.Tensor | None], int] = lambda: None, 0
 
     def make_publication(self, chunks: int) -> Publication:
         """A publication, with signals in this GPU's memory."""
@@ -185,11 +185,10 @@ class ReduceScatterQueue(CallQueue):
             self.recover_half_issued(error, call)
             raise
 
-    def issued_call(self, epoch: int, flag_value: int, seconds: float) -> IssuedCall:
+    def issued_call(self, epoch: int, flag_value: int, seconds: float | None) -> IssuedCall:
         """A call for the watchdog."""
-        events = self.events(epoch)
-        overrule = functools.partial(self._overrule, epoch)
-        return IssuedCall(epoch, overrule, events.kernel, events.side, flag_value, seconds)
+        kernel, side, _ = self._events[epoch % gather.SLOTS]
+        return IssuedCall(epoch, kernel, side, flag_value, seconds)
 
     def events(self, epoch: int) -> SlotEvents:
         """The events of a call."""
@@ -201,7 +200,7 @@ class ReduceScatterQueue(CallQueue):
 
     def repeat(
         self, program: NativeProgram, device: int, kernel: int, flags: int, received: torch.Tensor | None,
-        addresses: tuple[int, ...], seconds: float,
+        addresses: tuple[int, ...], seconds: float | None,
     ) -> bool:  # fmt: skip
         """Issue a call by a program.
 
@@ -213,8 +212,10 @@ class ReduceScatterQueue(CallQueue):
             The number of the program's part that records the kernel's event.
         flags
             By how much the call raises every peer's flag; 0 if it sets the flag to its epoch.
-        received, seconds
-            As of `issue`; without ``received`` for an all-reduce.
+        received
+            As of `issue`; None for an all-reduce.
+        seconds
+            As of `IssuedCall`.
         addresses
             See `SumRepeat`.
 
@@ -223,17 +224,16 @@ class ReduceScatterQueue(CallQueue):
         bool
             False if nothing was issued: the stream lacks the words of a launch.
         """
-        epoch, before, calling = self.begin_native(), self._flag_value, current_stream(self.device)
-        side = calling if received is None else self._side
+        epoch, before, calling = self.begin_native(), self._flag_value, torch._C._cuda_getCurrentRawStream(device)
         of_call = epoch, before + flags if flags else epoch, seconds
-        if received is not None and (self._recorded[0]() is not received or self._recorded[1] is not calling):
-            for stream in (side, calling):  # torch's allocator knows it until the memory is freed
+        if received is not None and (self._recorded[0]() is not received or self._recorded[1] != calling):
+            for stream in (self._side, current_stream(self.device)):  # torch's allocator knows it until it is freed
                 received.record_stream(stream)
             self._recorded = weakref.ref(received), calling
         there = 0 if received is None else received.data_ptr()
         program.progress = None
         try:
-            if not program.issue(device, calling.cuda_stream, epoch, before, there, *addresses):
+            if not program.issue(device, calling, epoch, before, there, *addresses):
                 self.take_back(epoch)
                 return False
             self._flag_value = before + flags
@@ -244,7 +244,8 @@ class ReduceScatterQueue(CallQueue):
             if issued == len(program):  # an interrupt came behind the issue, and the peers get what they wait for
                 self.track(self.issued_call(*of_call))
                 raise
-            call = Issuing(self, *of_call, calling, side)
+            here = current_stream(self.device)
+            call = Issuing(self, *of_call, here, here if received is None else self._side)
             call.has_kernel = issued > kernel
             self.recover_half_issued(error, call)
             raise
@@ -351,26 +352,33 @@ class ReduceScatterQueue(CallQueue):
         if oldest.epoch != epoch or not polls:
             polls, since = 0, now
         self._suspect = oldest.epoch, polls + int(oldest.kernel.query()), since
-        expired = self._suspect[1] >= POLLS and now - since >= oldest.peer_seconds
+        expired = self._suspect[1] >= POLLS and now - since >= self._seconds(oldest)
         return self.describe_expiry(oldest) if expired else ""
+
+    def _seconds(self, call: IssuedCall) -> float:
+        """The seconds that the peers of a call have."""
+        state = self._state()
+        if call.peer_seconds is None and state is not None:
+            return state.timeout("cuda")
+        return call.peer_seconds or 0.0
 
     def describe_expiry(self, call: IssuedCall | None = None) -> str:
         """See `CallQueue`; the next call on this device raises the expiry, too."""
         if call is not None and not self._reported:
             self._reported = True
-            flags, seconds = self.flags.peer_flags(), call.peer_seconds
+            flags, seconds = self.flags.peer_flags(), self._seconds(call)
             late = next((x for x in gather.peers(self._rank, self._world) if flags[x] < call.flag_value), None)
             whose = f"rank {late}'s part of the sum" if late is not None else "the sum"
             error = ArrivalTimeout(self.op, 0, 0, "the sum", seconds, seconds, self._rank, whose)
             channel(self.device).post(error)
         return super().describe_expiry(call)
 
-    def _overrule(self, epoch: int, error: BaseException) -> None:
-        """Make this sum and all later ones NaN; called before the side stream is released."""
+    def overrule(self, call: IssuedCall, error: BaseException) -> None:
+        """See `CallQueue`: makes this sum and all later ones NaN, before the side stream is released."""
         if not self._reported:
             self._reported = True
             channel(self.device).post(error)
-        self.flags.make_void(epoch)
+        self.flags.make_void(call.epoch)
 
 
 class SumRepeat(ProgramRepeat):
@@ -402,6 +410,7 @@ class SumRepeat(ProgramRepeat):
         self._queue, self._flags, self._received, self._shape, self._dtype = queue, flags, received, shape, dtype
         #: See `ReduceScatterQueue.repeat`.
         self._kernel = 0
+        self._last_buffer: Callable[[], torch.Tensor | None] = lambda: None
 
     def learn(
         self, slot: int, program: Program, values: tuple[int, int, int, int],
@@ -456,17 +465,31 @@ class SumRepeat(ProgramRepeat):
 
     def issue_by(self, program: NativeProgram, call: PlainCall, slot: int) -> torch.Tensor | None:
         """See `ProgramRepeat`: the sum."""
-        a, (b,), received = call.a, call.bs, None if self._received is None else self._received(call.state)
-        out = torch.empty(self._shape, dtype=self._dtype, device=a.device)
-        given = [a, b, out]
+        a, (b,) = call.a, call.bs
+        received = None if self._received is None else self._buffer(call.state)
+        out = a.new_empty(self._shape, dtype=self._dtype)
+        addresses: tuple[int, ...] = a.data_ptr(), b.data_ptr(), out.data_ptr()
         if self._given:
-            scale_a, scale_b, bias = _operands(call.extras)
-            shape = math.prod(a.shape[:-1]), b.shape[-1]
-            scale_a, scale_b = canonical_scales(self._queue.op, scale_a, scale_b, a.shape[:-1], (), shape)
-            given += [x for x in (scale_a, scale_b, None if bias is None else bias.contiguous()) if x is not None]
-        addresses = tuple(x.data_ptr() for x in given)
-        of_call = a.get_device(), self._kernel, self._flags, received, addresses, call.seconds
+            more = self._contiguous(a, b, call.extras)
+            addresses += tuple(x.data_ptr() for x in more)
+        of_call = a.get_device(), self._kernel, self._flags, received, addresses, call.deadline
         return out if self._queue.repeat(program, *of_call) else None
+
+    def _contiguous(self, a: torch.Tensor, b: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
+        """The scales and the bias that are given, as kernels take them."""
+        scale_a, scale_b, bias = _operands(extras)
+        shape = math.prod(a.shape[:-1]), b.shape[-1]
+        scale_a, scale_b = canonical_scales(self._queue.op, scale_a, scale_b, a.shape[:-1], (), shape)
+        return [x for x in (scale_a, scale_b, None if bias is None else bias.contiguous()) if x is not None]
+
+    def _buffer(self, state: GroupState) -> torch.Tensor:
+        """The memory that the peers' parts are pulled to: that of the last call, as long as the state keeps it."""
+        found = self._last_buffer()
+        if found is None:
+            assert self._received is not None
+            found = self._received(state)
+            self._last_buffer = weakref.ref(found)
+        return found
 
 
 def _operands(extras: Extras) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:

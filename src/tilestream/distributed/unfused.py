@@ -9,10 +9,13 @@ from torch.distributed import AllreduceOptions, ReduceScatterOptions
 from tilestream.distributed.collective import as_bytes, on_this_stream
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.repeats import Gathered, PlainCall, Repeat
+from tilestream.distributed.repeats import NO_EXTRAS, Gathered, PlainCall, Repeat
 from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops import native
 from tilestream.ops.request import Request, multiply
+
+#: The groups' collectives read them, and change nothing.
+_GATHER, _SCATTER, _REDUCE = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
 
 
 def can_repeat(plan: DistributedPlan, call: PlainCall) -> bool:
@@ -64,8 +67,13 @@ class _Unfused(Repeat):
         b, extras = call.bs[i], call.extras
         if self._library:
             return torch.matmul(a, b)
+        # A call with the default options has the fewest steps.
+        out_dtype = None if self._out_dtype is a.dtype else self._out_dtype
+        if out_dtype is None and extras is NO_EXTRAS and self._fast_accum:
+            made = native.product("matmul", a, b)
+            return multiply(Request("matmul", a, b)) if made is None else made
         of_call = {
-            "out_dtype": self._out_dtype, "fast_accum": self._fast_accum, "activation": extras.activations[i],
+            "out_dtype": out_dtype, "fast_accum": self._fast_accum, "activation": extras.activations[i],
             "bias": None if sums else extras.biases[i], "scale_a": scale_a, "scale_b": extras.scales_b[i],
         }  # fmt: skip
         made = native.product("matmul", a, b, **of_call)  # type: ignore[arg-type]
@@ -99,7 +107,7 @@ class UnfusedGather(_Unfused):
     def _gather(state: GroupState, x: torch.Tensor) -> torch.Tensor:
         gathered = torch.empty((x.shape[0] * state.world, x.shape[1]), dtype=x.dtype, device=x.device)
         pair = (as_bytes(gathered), as_bytes(x)) if x.element_size() == 1 else (gathered, x)
-        on_this_stream(state.group._allgather_base, *pair, options=AllgatherOptions())
+        on_this_stream(state.group._allgather_base, *pair, options=_GATHER)
         return gathered
 
 
@@ -110,7 +118,7 @@ class UnfusedSum(_Unfused):
         """See `Repeat`: the sum."""
         whole, state = self.product(call.a, call, scale_a=call.extras.scale_a, sums=True), call.state
         out = torch.empty((whole.shape[0] // state.world, whole.shape[1]), dtype=whole.dtype, device=whole.device)
-        on_this_stream(state.group._reduce_scatter_base, out, whole, options=ReduceScatterOptions())
+        on_this_stream(state.group._reduce_scatter_base, out, whole, options=_SCATTER)
         bias = call.extras.biases[0]
         return out if bias is None else finished(out, out.dtype, bias)
 
@@ -121,5 +129,5 @@ class UnfusedAllReduce(_Unfused):
     def issue(self, call: PlainCall) -> torch.Tensor:
         """See `Repeat`: the sum."""
         whole, bias = self.product(call.a, call, scale_a=call.extras.scale_a, sums=True), call.extras.biases[0]
-        on_this_stream(call.state.group.allreduce, [whole], options=AllreduceOptions())
+        on_this_stream(call.state.group.allreduce, [whole], options=_REDUCE)
         return whole if bias is None else (whole + bias).to(whole.dtype)

@@ -58,7 +58,12 @@ NO_GATE = GateArguments()
 
 def bounds_of(deadline: float, op: str) -> tuple[int, int]:
     """A deadline in seconds as a gate's nanoseconds, and the number of the op."""
-    return int(1e9 * min(deadline, LONGEST_SECONDS)), op_number(op)
+    return nanoseconds(deadline), op_number(op)
+
+
+def nanoseconds(deadline: float) -> int:
+    """A deadline in seconds as a gate has it."""
+    return int(1e9 * min(deadline, LONGEST_SECONDS))
 
 
 class PublishArguments(NamedTuple):
