@@ -275,6 +275,7 @@ class FakeCuda:
         patch.setattr(landing, "_kept", deque())
         patch.setattr(landing, "_spare", {})
         patch.setattr(streams, "_identity", None)
+        patch.setattr(streams, "current_device", lambda: DEVICE.index)
         for module in (device, publishing):
             patch.setattr(module, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
         patch.setattr(lanes, "_idle", {})

@@ -17,6 +17,7 @@ from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, Repeat,
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import native
 from tilestream.plan.limit import limit as native_limit
+from tilestream.runtime import streams
 
 A, B = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.bfloat16)
 
@@ -37,7 +38,7 @@ def state(monkeypatch):
     monkeypatch.setattr(native._loaded, "extension", SimpleNamespace(number_layouts=numbered))
     monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(streams, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
@@ -74,8 +75,9 @@ def test_options_and_the_generation_of_plans_are_in_the_key(state):
 GRADIENT = A.clone().requires_grad_()
 BLOCKS = {
     "a trial": lambda: dispatch.trial(True, 1),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "a mode": torch._subclasses.FakeTensorMode,
+    "a mode of functions": lambda: torch.device("cpu"),
+    "a profiler": torch.profiler.profile,
+    "forward derivatives": torch.autograd.forward_ad.dual_level,
 }
 
 
@@ -93,7 +95,8 @@ def test_what_takes_the_usual_way(state, given):
 
 
 def test_an_option_of_another_type_is_another_call(state):
-    assert plain(A, B, 0, None, 1).key != plain(A, B, 0, None, True).key, "the usual way says what is wrong with it"
+    assert plain(A, B, 0, None, True) is not None
+    assert plain(A, B, 0, None, 1) is None, "it equals True, and the usual way says what is wrong with it"
     assert plain(A, B, 0, None, [1]) is None
 
 
@@ -174,7 +177,7 @@ def test_a_repeat_serves_calls_with_its_key(state, monkeypatch):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert call.repeated() is None
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        patch.setattr(streams, "current_device", lambda: 1)
         assert call.repeated() is None
     assert call.repeated() == [0]
     assert state.repeated == 2
@@ -232,7 +235,7 @@ class KnownGather(Repeat):
     """Its calls give A where all rows are asked for, and the sum of A."""
 
     def issue(self, call):
-        return call.a if call.key[-5] else None, [call.a.sum()]
+        return call.a if call.key[-1] else None, [call.a.sum()]
 
 
 @pytest.mark.parametrize(("op", "return_a"), [*((op, False) for op in REGISTERED), ("all_gather_matmul", True)])
@@ -584,3 +587,17 @@ def test_the_default_deadline_is_the_groups_present_timeout(one_rank):
     for seconds in (100.0, 250.0):
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), one_rank)
         assert made.timeout("cpu") == seconds
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (2, 3, 5), (0, 4), (1, 1, 7), [4, 6]])
+@pytest.mark.parametrize("has_function", [True, False])
+def test_fresh_results_are_those_of_torch(monkeypatch, shape, has_function):
+    if not has_function:
+        monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    make, like = repeats.fresh(torch.device("cpu"), shape, torch.float16), torch.empty(shape, dtype=torch.float16)
+    first, second = make(), make()
+    assert (first.shape, first.stride(), first.dtype) == (like.shape, like.stride(), like.dtype)
+    assert first.data_ptr() != second.data_ptr() or not first.numel()
+    assert not first.is_inference()
+    with torch.inference_mode():
+        assert make().is_inference()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from stand_ins import TICKETS, Launch, Matmul, call, kernel, remember, tried
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tilestream.launch import native_program
 from tilestream.launch.launcher import VARIES, Launcher
@@ -228,6 +230,14 @@ def test_layouts_have_numbers(extension):
     numbers = [extension.number_layouts(*one) for one in others]
     assert len({number, *numbers}) == 1 + len(others)
     assert extension.number_layouts(torch._neg_view(a), b) == 0, "torch has to resolve it first"
+    for block in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False), FakeTensorMode()):
+        with block:
+            assert extension.number_layouts(a, b) == 0, "torch's dispatcher has to see the call"
+    numbers.clear()
+    torch.func.vmap(lambda x: numbers.append(extension.number_layouts(a, b)) or x)(a)
+    torch.func.functionalize(lambda x: numbers.append(extension.number_layouts(a, b)) or x)(a)
+    assert numbers == [0, 0]
+    assert extension.number_layouts(a, b) == number
     assert extension.number_layouts(torch.zeros([1] * 70), torch.zeros([1] * 70)) == 0, "too long for a key"
 
 

@@ -51,7 +51,7 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
-from tilestream.distributed.repeats import NO_EXTRAS, Extras, Gathered, PlainCall, ProgramRepeat
+from tilestream.distributed.repeats import NO_EXTRAS, Extras, Gathered, PlainCall, ProgramRepeat, fresh
 from tilestream.distributed.shards import Product, ScaledRows, Shards
 from tilestream.distributed.slots import (
     SCALE_BYTES,
@@ -592,9 +592,9 @@ class GatherRepeat(ProgramRepeat):
         #: Of each product, its columns; and the dtype of all.
         self._columns: list[int] = []
         self._dtype = torch.bfloat16
-        #: The shapes of all ranks' rows and of the products, from the first repeated call on: equal calls have them.
-        self._gathered: tuple[int, ...] = ()
-        self._shapes: list[tuple[int, ...]] = []
+        #: Make new results, of all ranks' rows and of the products, from the first repeated call on.
+        self._fresh_rows: Callable[[], torch.Tensor] | None = None
+        self._fresh: list[Callable[[], torch.Tensor]] = []
         #: The operands of products that are given, by name. The kernels read scales of rows in the slot.
         self._given = [
             (name, i)
@@ -634,16 +634,16 @@ class GatherRepeat(ProgramRepeat):
         """See `ProgramRepeat`: all ranks' rows, None without ``return_a``, and the products."""
         a, arrival, extras = call.a, self._arrivals[slot], call.extras
         assert arrival is not None
-        if not self._shapes:
-            self._see(a.shape, call.dim)
-        outs = [a.new_empty(shape, dtype=self._dtype) for shape in self._shapes]
+        if self._fresh_rows is None:
+            self._fresh_rows = self._see(a, call.dim)
+        outs = [make() for make in self._fresh]
         addresses = [x.data_ptr() for x in (*call.bs, *outs)]
         scales = gathered = behind = None
         if extras is not NO_EXTRAS:
             addresses += [x.data_ptr() for x in (*extras.biases, *extras.scales_b) if x is not None]
             scales = call.scales_of_rows()
         if self._return_a:
-            gathered = a.new_empty(self._gathered)
+            gathered = self._fresh_rows()
             behind = functools.partial(self._take_out, slot, a, gathered)
         of_call = _signals(arrival), self._shards, a, scales, addresses, call.seconds, self._way, behind
         missing = self._queue.repeat(program, *of_call)
@@ -656,11 +656,12 @@ class GatherRepeat(ProgramRepeat):
                 _fill_nan(gathered.view(self._shards.shape)[:, rank])
         return gathered, outs
 
-    def _see(self, shape: torch.Size, dim: int) -> None:
-        """Keep the shapes of the results of calls with shards of this shape."""
-        gathered = list(shape)
-        gathered[dim] *= self._shards.world
-        self._gathered, self._shapes = tuple(gathered), [(*gathered[:-1], n) for n in self._columns]
+    def _see(self, shard: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
+        """Prepare the results of calls with such shards: what is returned makes all ranks' rows."""
+        shape, device = list(shard.shape), self._queue.device
+        shape[dim] *= self._shards.world
+        self._fresh = [fresh(device, (*shape[:-1], n), self._dtype) for n in self._columns]
+        return fresh(device, shape, shard.dtype)
 
     def _take_out(self, slot: int, a: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals) -> None:
         """Copy all ranks' rows out of the slot."""

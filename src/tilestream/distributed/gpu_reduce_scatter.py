@@ -42,7 +42,7 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
-from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, ProgramRepeat
+from tilestream.distributed.repeats import NO_EXTRAS, Extras, PlainCall, ProgramRepeat, fresh
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
@@ -407,7 +407,8 @@ class SumRepeat(ProgramRepeat):
         given = zip(("scale_a", "scale_b", "bias"), _operands(extras), strict=True)
         #: By the name of an operand that is given: its address in an issue.
         self._given = {name: more(3 + i) for i, name in enumerate(name for name, x in given if x is not None)}
-        self._queue, self._flags, self._received, self._shape, self._dtype = queue, flags, received, shape, dtype
+        self._queue, self._flags, self._received = queue, flags, received
+        self._fresh = fresh(queue.device, shape, dtype)
         #: See `ReduceScatterQueue.repeat`.
         self._kernel = 0
         self._last_buffer: Callable[[], torch.Tensor | None] = lambda: None
@@ -467,7 +468,7 @@ class SumRepeat(ProgramRepeat):
         """See `ProgramRepeat`: the sum."""
         a, (b,) = call.a, call.bs
         received = None if self._received is None else self._buffer(call.state)
-        out = a.new_empty(self._shape, dtype=self._dtype)
+        out = self._fresh()
         addresses: tuple[int, ...] = a.data_ptr(), b.data_ptr(), out.data_ptr()
         if self._given:
             more = self._contiguous(a, b, call.extras)

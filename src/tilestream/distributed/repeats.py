@@ -12,10 +12,11 @@ a blocking launch (CUDA_LAUNCH_BLOCKING) needs the operations one by one; or wit
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -29,10 +30,10 @@ from tilestream.distributed.request import one_a_row
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.native_program import NativeProgram, Part
 from tilestream.ops import native
-from tilestream.ops.inline import PLAIN, unseen
+from tilestream.ops.inline import PLAIN, seen_above
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan.limit import limit
-from tilestream.runtime import shutdown
+from tilestream.runtime import shutdown, streams
 from tilestream.runtime.channel import check_device
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ _MOST_BS = 4
 #: The most repeats of a group.
 _MOST_REPEATS = 1024
 _DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
+#: Types of options: no two values of these are equal and mean another call, as 1 and True do.
+_OPTIONS = frozenset((str, bool, type(None), torch.dtype))
 #: The most tensors that the extension numbers together.
 _MOST_NUMBERED = 5
 _blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
@@ -168,10 +171,11 @@ def plain_call(
     for x in tensors:
         if type(x) not in PLAIN or (gradients and x.requires_grad):
             return None
-    if (gradients and a.requires_grad) or not unseen() or native.is_watched():
+    if (gradients and a.requires_grad) or seen_above() or native.is_watched() or type(dim) is not int:
         return None
-    if type(dim) is not int:
-        return None
+    for option in options:
+        if type(option) not in _OPTIONS:
+            return None
     if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
         return None
     state = known_state(group)
@@ -181,13 +185,12 @@ def plain_call(
         number = extension.number_layouts(a, *bs)
         if extras is not None:
             options = *options, more.form, _numbers(extension, more.tensors)
-        key = op, number, launch_cache.generation, type(b) in PLAIN, dim, deadline is None, limit(), *options
-        # Equal values of other types are other options: 1 is no bool.
-        key += tuple(map(type, options))
-        hash(key)
-    except (TypeError, *native.REFUSALS):
+    except native.REFUSALS:
         return None
-    return PlainCall(state, key, a, bs, dim, deadline, more) if number else None
+    if not number:
+        return None
+    key = op, number, launch_cache.generation, type(b) in PLAIN, dim, deadline is None, limit(), *options
+    return PlainCall(state, key, a, bs, dim, deadline, more)
 
 
 def _numbers(extension: Any, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -197,6 +200,15 @@ def _numbers(extension: Any, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]
     if not all(found):
         raise ValueError("a layout without a number")
     return found
+
+
+def fresh(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """Makes contiguous tensors of this shape, on ``device``, which is the current one whenever one is made."""
+    # What Inductor's code calls: it has neither torch's parser of arguments nor its dispatcher.
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if make is None:
+        return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=device)
+    return functools.partial(make, tuple(shape), torch.empty(shape, device="meta").stride(), dtype)
 
 
 class Repeat:
@@ -225,7 +237,7 @@ class Repeat:
     def run(self, call: PlainCall) -> Any:
         """Issue the call; returns its result. None, with nothing issued, if it has to take the usual way."""
         check_device(self._index)  # first, because an expiry says more than a broken group
-        if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
+        if streams.current_device() != self._index or torch.cuda.is_current_stream_capturing():
             return None
         state = call.state
         with shutdown.call(), state.lock:

@@ -367,8 +367,13 @@ def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
 
 def unseen() -> bool:
     """Whether nothing but the kernel has to see the calls of this thread."""
-    return not (
-        _dispatch_modes() or _function_modes() or _profiler() or _autocast()
-        or forward_ad._current_level >= 0
-        or _transform() is not None or _jit_trace() is not None or current() is not None
-    )  # fmt: skip
+    below = _dispatch_modes() or _autocast() or _transform() is not None or _jit_trace() is not None
+    return not (below or seen_above())
+
+
+def seen_above() -> bool:
+    """Whether something above torch's dispatcher has to see the calls of this thread.
+
+    For what the dispatcher knows of (modes, transforms, autocast, traces) the extension's ops decline.
+    """
+    return bool(_function_modes() or _profiler() or forward_ad._current_level >= 0 or current() is not None)

@@ -208,7 +208,7 @@ def channel(device: torch.device) -> Channel:
 def check_device(index: int | None) -> None:
     """Raise the errors that the device with this index has reported. No channel is made for it."""
     found = _channels.get(index)
-    if found is not None:
+    if found is not None and (found._posted or found.pending):
         found.check()
 
 

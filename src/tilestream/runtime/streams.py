@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -32,6 +32,10 @@ def is_torchs(stream: torch.cuda.Stream) -> bool:
 _objects: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 _MOST_OBJECTS = 256
 _identity = getattr(torch._C, "_cuda_getCurrentStream", None)  # None in a torch without CUDA
+
+
+#: The index of the current device: torch's own function without the question whether CUDA is initialised.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
