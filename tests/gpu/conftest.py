@@ -55,17 +55,15 @@ def backend(request):
 
 
 @pytest.fixture(params=["hopper", "portable"])
-def kernel(request, monkeypatch):
+def kernel(request):
     """A grouped matmul's kernel: the Hopper one, by source too, or the portable one."""
     from tilestream.launch.cache import launch_cache
-    from tilestream.plan import experimental
     from tilestream.plan.grouped import plan_groups
 
     if request.param == "portable":
         request.getfixturevalue("portable")
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels for sm_90")
-    monkeypatch.delitem(experimental.KERNELS, "hopper_sources", raising=False)
     plan_groups.cache_clear()
     launch_cache.clear()
     yield request.param

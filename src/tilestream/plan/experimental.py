@@ -1,4 +1,4 @@
-"""What has not run on a GPU, or not long or fast enough there: plans take it only where it is asked for.
+"""What has not run on a GPU, or not long enough there: plans take it only where it is asked for.
 
 The portable kernels have one text for all GPUs, which has run on NVIDIA's and in Triton's interpreter. Calls whose
 faster kernel has hardly run get them, though the cost model expects the other to be faster: a wrong number costs more
@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 #: What a plan of such a kernel says of it.
 NOT_RUN = "compiled and checked, not run on a GPU yet"
-#: The same of what has run, and why it is not a default yet.
-UNTIMED = "tested on an H200, its speed is not measured yet"
 
 
 class Experimental(NamedTuple):
@@ -27,24 +25,15 @@ class Experimental(NamedTuple):
         The variable that takes it for all calls.
     what
         Its name in words.
-    backend
-        The ``backend=`` that takes it for one plan; empty: the kernel's own name.
-    tested
-        How far it was tested.
     """
 
     environment: str
     what: str
-    backend: str = ""
-    tested: str = NOT_RUN
 
 
 #: By the name that plans give them, and by which a plan is asked for them.
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
-    "hopper_sources": Experimental(
-        "TILESTREAM_HOPPER_SOURCES", "the Hopper kernel of rows by source", "hopper", UNTIMED
-    ),
 }
 
 
@@ -53,14 +42,7 @@ def opt_in(kernel: str) -> str:
     found = KERNELS.get(kernel)
     if found is None:
         return ""
-    backend = found.backend or kernel
-    return f"{found.tested}: backend={backend!r} takes it, or {found.environment}=1 for all calls"
-
-
-def tested(kernel: str) -> str:
-    """How far ``kernel`` was tested; empty for a default."""
-    found = KERNELS.get(kernel)
-    return "" if found is None else found.tested
+    return f"{NOT_RUN}: backend={kernel!r} takes it, or {found.environment}=1 for all calls"
 
 
 def refusal(kernel: str, backend: str | None) -> str:
@@ -83,6 +65,6 @@ def _of_environment(kernel: Experimental) -> bool:
     text = os.environ.get(kernel.environment, "") or "0"
     if text not in ("0", "1"):
         raise ValueError(
-            f"{kernel.environment}={text!r}: it is 1 to take {kernel.what} ({kernel.tested}), or 0; or unset it"
+            f"{kernel.environment}={text!r}: it is 1 to take {kernel.what} ({NOT_RUN}), or 0; or unset it"
         )
     return text == "1"

@@ -20,7 +20,7 @@ from tilestream.core.integers import cdiv
 from tilestream.core.operands import ACTIVATIONS, HALVES, SCALE_BLOCK
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule, SourceSchedule
-from tilestream.plan import experimental, invariance, tma
+from tilestream.plan import invariance, tma
 from tilestream.plan.additions import COMPARED, MMA, Additions, additions
 from tilestream.plan.api import check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
@@ -250,8 +250,6 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
         found, backend = [_in_a_loop(problem, device, count)], "cpu"
     else:
         not_hopper = _not_hopper(problem, device)
-        if problem.sources:
-            not_hopper = not_hopper or experimental.refusal("hopper_sources", how.backend)
         backend, found, other = fast_or_portable(
             "hopper", how.backend, not_hopper,
             (lambda: hopper_candidates(problem, device, count, how), lambda: _portable(problem, device, count, how)),

@@ -10,7 +10,6 @@ from tilestream.core.chunks import Arriving, Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.exchange import cluster_of
 from tilestream.core.gate import Gate
-from tilestream.plan import experimental
 from tilestream.plan.additions import Additions, additions
 from tilestream.plan.candidate import ONE_TILE, Candidate, Refusal
 from tilestream.plan.explain import number, promise_lines, table
@@ -252,8 +251,7 @@ def _arrivals(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "arrival", f"{name} in {what}; a tile waits for the chunks it reads"
     if isinstance(problem, GroupedProblem) and problem.arrives and problem.sources:
         how = "a group's tiles wait for its source's counts and for its own rows, and are taken as they come"
-        tested = experimental.tested("hopper_sources") if plan.backend == "hopper" else ""
-        yield "arrival", f"rows by source, from source {problem.pivot} on; {how}{tested and f'; {tested}'}"
+        yield "arrival", f"rows by source, from source {problem.pivot} on; {how}"
     elif isinstance(problem, GroupedProblem) and problem.arrives:
         how = "tiles of the group with most rows first, each waits for its own"
         yield "arrival", f"each group's matrix of B; {how}"
