@@ -64,7 +64,5 @@ def _of_environment(kernel: Experimental) -> bool:
     """The kernel's variable at its first use; unset is 0."""
     text = os.environ.get(kernel.environment, "") or "0"
     if text not in ("0", "1"):
-        raise ValueError(
-            f"{kernel.environment}={text!r}: it is 1 to take {kernel.what} ({NOT_RUN}), or 0; or unset it"
-        )
+        raise ValueError(f"{kernel.environment}={text!r}: it is 1 to take {kernel.what} ({NOT_RUN}), or 0; or unset it")
     return text == "1"
