@@ -99,6 +99,7 @@ core.dtypes: plan/test_plan.py ops/test_matmul.py
 core.whole_file: core/test_whole_file.py
 core.arguments: core/test_arguments.py ops/test_op_errors.py
 distributed.graph_calls: distributed/test_graph_calls.py
+distributed.environment: distributed/test_dispatch.py
 distributed.slots: distributed/test_copy_engines.py distributed/test_graph_calls.py
 distributed.exchange: distributed/test_scenarios.py distributed/test_all_gather.py
 distributed.async_tp: distributed/test_async_tp.py distributed/test_async_input.py distributed/test_scenarios.py
