@@ -339,6 +339,24 @@ def test_a_call_that_the_host_would_hold_up_unfused_is_fused(monkeypatch):
     assert planned(monkeypatch, "matmul_reduce_scatter", "auto", rows=128, deadline=20.0).fused
 
 
+def test_few_rows_that_nobody_has_measured_are_reduced_in_the_form_that_the_host_issues_sooner(monkeypatch):
+    monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", FAST_HOST)
+    monkeypatch.setattr(planner, "_transport", lambda state, x, last: ("symmetric memory", ()))
+    monkeypatch.setattr(planner, "_device_class", lambda device: "sm_90")
+
+    def made(rows, counted=False):
+        a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(999, 1333, device="meta")
+        request = Request("matmul_all_reduce", a, [b], [None], ["none"], None, [None], form="auto")
+        said = {"a": "rows"}, "", "not measured"
+        return planner._make(group(), request, (rows, 1333), 1333, 999, *said, counted, False)
+
+    assert made(16).fused
+    assert "the host takes 0.05 and 0.09 ms" in made(16).decision.why
+    for plan in (made(16384), made(16, counted=True)):
+        assert not plan.fused
+        assert [one.why for one in plan.refused] == ["not measured"]
+
+
 def test_a_measurement_says_more_of_the_gpus_part_than_the_model(monkeypatch):
     """A form that was measured to lose on the GPU is modelled to take as long as the other at least."""
     monkeypatch.setitem(dispatch.table()["rates"]["sm_90"], "host", FAST_HOST)

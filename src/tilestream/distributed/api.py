@@ -283,7 +283,8 @@ def matmul_all_reduce(
     form
         ``"fused"``: a kernel reads and adds all ranks' partial sums, on GPUs that can reach each other. The sums travel
         in the result's dtype and are added in float32, in the order of the ranks. ``"unfused"``: the group's own
-        all-reduce. ``"auto"``: fused if a table has a measurement that shows it to be faster.
+        all-reduce. ``"auto"``: fused if a table has a measurement that shows it to be faster, or if the call has so few
+        rows that the host takes longer than the GPU, and issues the fused form sooner.
     deadline
         See `matmul_reduce_scatter`; the group's own all-reduce always has the group's timeout.
 

@@ -116,6 +116,8 @@ def _make(
     decision = decide(case, form)
     if form != request.form:
         decision = replace(decision, why="tilestream.invariant: a fused sum is added in the order of the ranks")
+    if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
+        decision = Decision(False, 1, unmeasured, measured=True)  # as if it lost: what the host takes may decide, below
     if form == "auto" and on_trial() is None and not counted:  # a replay has no host's part
         called = as_called(case, decision)
         if called.fused or request.deadline is None:  # a deadline bounds the wait of a fused call alone
@@ -125,8 +127,6 @@ def _make(
     transport, refused = _transport(state, x, op == GATHER and dim == len(shard) - 1)
     reaches = transport == "symmetric memory"
     one_queue = reaches and has_one_queue()
-    if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
-        unfused = unfused or unmeasured
     if one_queue and op != GATHER and decision.fused:
         unfused = unfused or ONE_QUEUE
     if unfused:
