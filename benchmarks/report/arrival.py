@@ -114,7 +114,8 @@ def stream_experts(data: Data) -> list[str]:
         """With how many active experts a goal is kept in all rows."""
         counts = dict.fromkeys(row["active"] for row in rows)
         kept = [str(one) for one in counts if all(is_kept(row) for row in rows if row["active"] == one)]
-        return f"with {' and '.join(kept)} active experts" if kept else "with no number of experts"
+        said = ", ".join(kept[:-1]) + (" and " if kept[1:] else "") + "".join(kept[-1:])
+        return f"with {said} active experts" if kept else "with no number of experts"
 
     floor = where(lambda row: row["of_larger"]["restarted"] <= EXPERTS_OF_LARGER)
     faster = where(lambda row: row["of_by_hand"]["restarted"] >= EXPERTS_OF_BY_HAND)
