@@ -7,6 +7,7 @@ python benchmarks/run.py report faults --check    # status 1 if the page is not 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.core.paths import DOCS, RESULTS
@@ -46,17 +47,33 @@ def _many(results: Path) -> list[str]:
     for name, counted, what in MANY:
         for data in map(load, paths(results, f"{name}.json")):
             rows = data["rows"]
-            wrong = [one for row in rows for one in (*row["wrong"], *row.get("drifted", ()))]
-            seeds = ", ".join(str(row["seed"]) for row in rows)
+            # What a run found and a commit has mended since is no fault of what is here.
+            drifted = [row for row in rows if row.get("drifted")]
+            wrong = [one for row in rows for one in row["wrong"]]
+            wrong += [one for row in drifted if "mended" not in row for one in row["drifted"]]
+            seeds = ranges(row["seed"] for row in rows)
             spent = sum(row["cpu_seconds"] for row in rows) / 60
             count = sum(row[counted] for row in rows)
             ended = "nothing" if not wrong else "; ".join(wrong[:3]).replace("|", "/")
+            mended = [f"seed {row['seed']}, mended at `{row['mended']}`" for row in drifted if "mended" in row]
+            ended += f" (memory of {', '.join(mended)})" if mended else ""
             lines.append([what, _name(data), f"{count:,}", f"{spent:.1f}", seeds, ended])
     if not lines:
         return []
     heads = ["what", "on", "how many", "CPU minutes", "seeds", "wrong, or drifted"]
     rule = ["---", "---", "---:", "---:", "---", "---"]
     return [NOTES("many"), "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *lines])]
+
+
+def ranges(seeds: Iterable[int]) -> str:
+    """Numbers in order, neighbours as a range."""
+    found: list[list[int]] = []
+    for seed in sorted(set(seeds)):
+        if found and seed == found[-1][-1] + 1:
+            found[-1].append(seed)
+        else:
+            found.append([seed])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found)
 
 
 def _at(found: list[Data], key: tuple[str, str]) -> int:

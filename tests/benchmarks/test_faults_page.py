@@ -48,5 +48,9 @@ def test_runs_by_the_thousand_add_up(tmp_path):
         (tmp_path / folder / "soak.json").write_text(json.dumps({**about, "rows": made}), encoding="utf-8")
     _, table = faults._many(tmp_path)
     what = "launches of random shapes, schedules and arrivals"
-    assert f"| {what} | H100 | 1,200,000 | 1.0 | 0, 1 | nothing |" in table
-    assert f"| {what} | CPU | 1,200,000 | 1.0 | 0, 1 | files: 3 at first, 4 in the end |" in table
+    assert f"| {what} | H100 | 1,200,000 | 1.0 | 0 to 1 | nothing |" in table
+    assert f"| {what} | CPU | 1,200,000 | 1.0 | 0 to 1 | files: 3 at first, 4 in the end |" in table
+    made[1]["mended"] = "abc"
+    rows = [made[0], {**made[1], "seed": 7, "drifted": ["it grew"]}]
+    (tmp_path / "cpu" / "soak.json").write_text(json.dumps({**about, "rows": rows}), encoding="utf-8")
+    assert "| 0, 7 | nothing (memory of seed 7, mended at `abc`) |" in faults._many(tmp_path)[1]
