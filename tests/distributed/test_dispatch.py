@@ -20,7 +20,7 @@ from tilestream.distributed.counting import counting
 from tilestream.distributed.dispatch import Case, decide
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import make_plan, without_pulls
-from tilestream.distributed.request import Request, given_request
+from tilestream.distributed.request import Request, check_request, given_request
 from tilestream.ops.limit import invariant
 
 
@@ -608,3 +608,21 @@ def test_a_dimension_that_a_tensor_has_not_is_no_known_call(dim):
     a, b = torch.ones(4, 8), torch.ones(8, 4)
     assert given_request("all_gather_matmul", a, b, dim=dim) is None
     assert given_request("all_gather_matmul", a, b, dim=dim % 2) is not None
+
+
+def test_unchecked_arguments_are_those_of_a_checked_request():
+    a, b, bias = torch.zeros(4, 8), torch.zeros(8, 2), torch.zeros(2)
+    of_call = {
+        "bias": bias, "activation": "relu", "scale_a": torch.ones(()), "scale_b": torch.ones(1, 2),
+        "out_dtype": torch.float32, "form": "unfused", "deadline": 5.0,
+    }  # fmt: skip
+    found, checked = (make("all_gather_matmul", a, b, **of_call) for make in (given_request, check_request))
+    assert found._fields == checked._fields
+    for name, one, other in zip(found._fields, found, checked, strict=True):
+        assert (one is other) or list_of(one) == list_of(other), name
+
+
+def list_of(x):
+    """Tensors by their addresses."""
+    parts = x if isinstance(x, (list, tuple)) else [x]
+    return [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in parts]

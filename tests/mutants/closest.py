@@ -89,6 +89,7 @@ launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_gr
 core.protocols.experts: kernels/portable/test_portable_experts.py tools/verify/test_recorded_sweeps.py
 distributed.graph_experts: kernels/portable/test_portable_experts.py distributed/test_moe_pushed.py
 distributed.moe_plan: distributed/test_moe_plan.py distributed/test_moe.py
+distributed.moe_repeats: native/test_native_mixtures.py
 launch.portable.experts: kernels/portable/test_portable_experts.py
 launch.layout: distributed/test_moe_plan.py
 core.protocols.dispatch: distributed/test_protocols.py distributed/test_moe.py
