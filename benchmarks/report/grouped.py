@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.core.records import Data, Row, records
+from benchmarks.gemm.grouped import LAYERS, sizes
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import columns, geomean, incomplete, of, table, verdict
+from benchmarks.report.tables import cell, columns, geomean, incomplete, of, table, verdict
 
 NOTES = Notes("grouped")
 #: What share of its rate a product is to keep when its load is uneven.
@@ -107,9 +109,11 @@ def beside_peers(data: Data) -> list[str]:
 def skewed(data: Data) -> list[str]:
     """Of products, the rate of an uneven load by that of a uniform one, ours and torch's."""
     layers: dict[str, dict[str, dict[str, float]]] = {}
+    full: dict[str, dict[str, float | None]] = {}
     for row in data["rows"]:
         if row["kind"] == "product":
             layers.setdefault(row["layer"], {})[row["skew"]] = row["tflops"]
+            full.setdefault(row["layer"], {})[row["skew"]] = filled(row)
     both = {name: skews for name, skews in layers.items() if {"uniform", "zipf"} <= set(skews)}
     if not both:
         return []
@@ -128,11 +132,24 @@ def skewed(data: Data) -> list[str]:
     )  # fmt: skip
     lines = [
         [name, *(f"{skews[skew]['ours']:.0f}" for skew in ("uniform", "zipf")), f"{ours[name]:.3f}",
-         f"{kept(skews, 'torch'):.3f}"]
+         f"{kept(skews, 'torch'):.3f}", *(cell(full[name][skew], ".2f") for skew in ("uniform", "zipf"))]
         for name, skews in both.items()
     ]  # fmt: skip
-    heads = ["layer", "ours, uniform, TFLOP/s", "ours, Zipf, TFLOP/s", "Zipf / uniform", "torch's Zipf / uniform"]
+    heads = [
+        "layer", "ours, uniform, TFLOP/s", "ours, Zipf, TFLOP/s", "Zipf / uniform", "torch's Zipf / uniform",
+        "filled, uniform", "filled, Zipf",
+    ]  # fmt: skip
     return [said, table(heads, lines)]
+
+
+def filled(row: Row) -> float | None:
+    """The share of the tiles' rows that hold rows, by the plan's tile and the sizes of the row's skew."""
+    layer = next((one for one in LAYERS if one.name == row["layer"]), None)
+    tile = re.search(r"(\d+)x\d+ tiles", row["plan"])
+    if layer is None or tile is None:
+        return None
+    height = int(tile[1])
+    return layer.rows / sum(-(-size // height) * height for size in sizes(layer.rows, layer.experts, row["skew"]))
 
 
 def _names(rows: Iterable[Row], key: str) -> list[str]:
