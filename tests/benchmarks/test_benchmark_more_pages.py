@@ -52,7 +52,7 @@ def test_peers_and_what_skew_costs_have_columns_where_they_are_recorded(tmp_path
     without = "\n".join(grouped.page(written(tmp_path, "gemm_grouped", rows)))
     assert "DeepGEMM" not in without
     assert "Seeds: 7 (uniform), 7 (zipf)." in without
-    assert "| a layer | 100 | 90 | 0.900 | 0.500 |" in without.splitlines()
+    assert "| a layer | 100 | 90 | 0.900 | 0.500 | - | - |" in without.splitlines()
     assert "0.900 with many rows, 1.200 of *decode*; at worst" in without
     assert "1 of 2 products keep 0.95 or more." in without
     for row in rows[:2]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +237,44 @@ def test_a_mixture_that_is_issued_in_part_breaks_the_group(mixtures, driver):
     assert "719" in mixtures.state.why
 
 
+def test_a_call_that_raises_while_it_is_learned_raises(mixtures, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise ValueError("product refused")
+
+    monkeypatch.setattr(moe_experts, "grouped_mm", refused)
+    with pytest.raises(ValueError, match="product refused"):
+        mixtures.usual(mixtures.given())
+    assert "product refused" in mixtures.state.why, "peers wait for the rest"
+
+
+def test_what_only_triton_can_launch_is_not_repeated(mixtures, monkeypatch):
+    launch_keyed = mixtures.launch_keyed
+
+    def launched(*given: Any, **options: Any) -> None:
+        launch_keyed(*given, **options)
+        if (seen := observation()) is not None:
+            seen.issued[-1] = None
+
+    for module in (experts, rank_calls):
+        monkeypatch.setattr(module, "launch_keyed", launched)
+    for _ in range(3):
+        assert mixtures.usual(mixtures.given()) is not None
+    assert not mixtures.state.why
+    assert mixtures.plain(mixtures.given()).repeated() is None
+
+
+def test_a_repeat_keeps_the_memory_that_its_launches_are_given(mixtures):
+    for _ in range(3):
+        mixtures.usual(mixtures.given())
+    (prepared,) = mixtures.queue._prepared.values()
+    taken = weakref.ref(prepared.local.taken)
+    del prepared
+    mixtures.queue._prepared.clear()
+    gc.collect()
+    assert taken() is not None
+    assert mixtures.plain(mixtures.given()).repeated() is not None
+
+
 def test_products_that_python_makes_are_not_repeated(mixtures, monkeypatch):
     monkeypatch.setattr(
         moe_experts, "grouped_mm", lambda a, b, ends, activation=None: zeros(
@@ -292,6 +332,7 @@ def test_other_mixtures_take_the_usual_way(asked, monkeypatch):
         assert asked(x=leaf) is not None
     assert asked(x=zeros(WIDTH, TOKENS).T) is None, "rows are copied first"
     assert asked(x=torch.zeros(TOKENS, WIDTH)) is None
+    assert asked(x=zeros(TOKENS, WIDTH).to_sparse_csr()) is None
     assert asked(most_tokens=None) is None
     assert asked(most_tokens=True) is None
     for wrong in (-1.0, float("nan"), "soon"):

@@ -221,6 +221,7 @@ class CallQueue:
         for call in self._under_way():
             call.kernel.synchronize()
             call.side.synchronize()
+        self._calls = [None] * gather.SLOTS  # which keep memory of the slots
 
     def prepared(self, form: F, epoch: int, prepare: Callable[[F, int], P]) -> P:
         """The preparation of calls of this form in the epoch's slot; ``prepare(form, slot)`` makes it."""

@@ -359,7 +359,10 @@ class ReduceScatterQueue(CallQueue):
         """The seconds that the peers of a call have."""
         state = self._state()
         if call.peer_seconds is None and state is not None:
-            return state.timeout("cuda")
+            try:
+                return state.timeout("cuda")
+            except RuntimeError:  # the group was destroyed, and its peers do nothing more
+                return 0.0
         return call.peer_seconds or 0.0
 
     def describe_expiry(self, call: IssuedCall | None = None) -> str:

@@ -138,7 +138,7 @@ class GraphExperts(GraphQueue):
         if repeat is None or capturing:
             self.run(prepared.program, host)
         else:
-            repeat.learn(prepared.program, host, self.run)
+            repeat.learn(prepared.program, host, self.run, prepared)
         return out
 
     def _prepare(self, layout: Layout, slot: int) -> Prepared:

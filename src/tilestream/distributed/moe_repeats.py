@@ -90,8 +90,6 @@ def plain_mixture(
     for one in (x, weights, choices, w1, w2, w3):
         if type(one) not in PLAIN or (gradients and one.requires_grad):
             return None
-    if not (x.is_contiguous() and weights.is_contiguous() and choices.is_contiguous()):
-        return None
     if not unseen() or native.is_watched():
         return None
     if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
@@ -100,6 +98,8 @@ def plain_mixture(
     if state is None:
         return None
     try:
+        if not (x.is_contiguous() and weights.is_contiguous() and choices.is_contiguous()):
+            return None
         numbers = extension.number_layouts(x, weights, choices, w1, w2), extension.number_layouts(w1, w3)
         seconds = state.timeout("cuda") if deadline is None else float(deadline)
         halves = w3.data_ptr() - w1.data_ptr() == w1.shape[-2] * w1.stride(-2) * w1.element_size()
@@ -126,18 +126,24 @@ class MixtureRepeat(Repeat):
         self._queue, self._layout, self._hidden = queue, layout, e.w1.shape[1]
         self._halves = e.activation == "silu" and stacked(e.w1, e.w3) is not None
         self._program: NativeProgram | None = None
-        #: What each of the host's actions has launched; its products, and `multiply_rows`.
-        self._launched: dict[str, list[Launched]] = {}
-        self._multiplied: list[Launched] = []
+        #: What the kernels of the program count with, and its signals.
+        self._keep: object = None
+        #: What each of the host's actions has launched: by the extension, and by Python; `multiply_rows` of the last.
+        self._launched: dict[str, tuple[list[Launched], Sequence[Any]]] = {}
+        self._multiplied: Sequence[Any] = ()
 
-    def learn(self, program: Program, host: Host, run: Callable[[Program, Host], None]) -> None:
-        """Issue a call by ``run``, and prepare its repeats if all of its launches are known by then."""
+    def learn(self, program: Program, host: Host, run: Callable[[Program, Host], None], keep: object) -> None:
+        """Issue a call by ``run``, and prepare its repeats if all of its launches can be repeated.
+
+        ``keep``: has the memory that launches are given, and lives as long as the repeat.
+        """
         self._launched.clear()
         try:
             run(program, {name: self._watched(name, action) for name, action in host.items()})
-            self._program = self._prepared(program)
-        except ValueError as error:
-            logger.debug("no repeat: %s", error)
+            try:
+                self._program, self._keep = self._prepared(program), keep
+            except (KeyError, ValueError) as error:
+                logger.debug("no repeat: %s", error)
         finally:
             self._launched.clear()
 
@@ -147,20 +153,19 @@ class MixtureRepeat(Repeat):
 
         with observe() as seen:
             multiply_rows(gate, up, ends)
-        self._multiplied = _of_python(seen.issued)
+        self._multiplied = seen.issued
 
     def _watched(self, name: str, action: Callable[[], object]) -> Callable[[], object]:
         def watched() -> None:
             if name.startswith("compute"):
+                self._multiplied = ()
                 with keeping() as products:
                     action()
-                self._launched[name] = products
-                if not self._halves and len(products) == 3:
-                    products[2:2] = self._multiplied
+                self._launched[name] = products, self._multiplied
             else:
                 with observe() as seen:
                     action()
-                self._launched[name] = _of_python(seen.issued)
+                self._launched[name] = [], seen.issued
 
         return watched
 
@@ -173,7 +178,9 @@ class MixtureRepeat(Repeat):
             if not isinstance(part, str):
                 parts.append(part)
                 continue
-            launches, (stream, patches) = self._launched[part], self._patches(part)
+            (products, issued), (stream, patches) = self._launched[part], self._patches(part)
+            # Rows are multiplied between the last product and those before it.
+            launches = [*products[:-1], *_of_python(issued), *products[-1:]]
             if len(launches) != len(patches) and (launches or part != "add"):  # without tokens nothing is added
                 return None
             parts += [(one, given, stream) for one, given in zip(launches, patches, strict=False)]

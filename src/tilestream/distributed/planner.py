@@ -117,7 +117,8 @@ def _make(
     if form != request.form:
         decision = replace(decision, why="tilestream.invariant: a fused sum is added in the order of the ranks")
     if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
-        decision = Decision(False, 1, unmeasured, measured=True)  # as if it lost: what the host takes may decide, below
+        # As if it lost: what the host takes may decide, below.
+        decision = Decision(False, 1, unmeasured, measured=True, way=decision.way)
     if form == "auto" and on_trial() is None and not counted:  # a replay has no host's part
         called = as_called(case, decision)
         if called.fused or request.deadline is None:  # a deadline bounds the wait of a fused call alone
