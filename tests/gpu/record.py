@@ -33,7 +33,7 @@ import pytest
 HERE = Path(__file__).parent
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-o", "addopts="]
 FILES = {
-    "hopper": ("hopper", "cluster"),
+    "hopper": ("hopper",),
     "attention": ("attention", "hopper_attention"),
     "alone": ("again", "arrival", "arrival_order", "copy_items", "experts", "gate", "demo"),
     "distributed": ("distributed", "repeats", "graph_ranks", "moe_ranks", "invariant_ranks"),

@@ -6,8 +6,3 @@ from __future__ import annotations
 def sharing(consumers: str) -> int:
     """The number of consumers that share a tile's rows."""
     return {"cooperative": 2, "triple": 3}.get(consumers, 1)
-
-
-def in_cluster(rows: int) -> str:
-    """The consumers of a CTA whose cluster shares a tile's K: 64 rows each."""
-    return "cooperative" if rows > 64 else "single"

@@ -261,18 +261,6 @@ class HopperConfig(GemmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperClusterConfig(HopperConfig):
-    """The configuration of the Hopper GEMM whose clusters share a tile's K: `tilestream.kernels.hopper.cluster`."""
-
-    PARTS: int  # CTAs of a cluster, each with a part of K
-
-    @property
-    def STRIPS(self) -> int:
-        """Strips of a tile's columns that each CTA finishes."""
-        return self.COLUMNS // self.PARTS // self.STRIP
-
-
-@dataclass(frozen=True, kw_only=True)
 class HopperGroupedConfig(HopperConfig):
     """The configuration of the Hopper grouped GEMM."""
 

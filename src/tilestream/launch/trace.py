@@ -16,7 +16,7 @@ import torch
 from tilestream.core.schedule import SourceSchedule
 from tilestream.kernels.device.trace import BEGIN, CHUNK, END, ENDS, READY, TIMES, UNIT, WORDS, WORKER
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.plan.candidate import CLUSTER, ctas_of
+from tilestream.plan.candidate import ctas_of
 from tilestream.plan.problem import GroupedProblem
 from tilestream.runtime import driver
 from tilestream.runtime.graphs import keep
@@ -85,8 +85,6 @@ def untraced(plan: Plan | AttentionPlan) -> str:
         return "the CDNA kernel writes no trace: backend='portable' does"
     if isinstance(plan, AttentionPlan) and plan.strips:
         return "attention whose values are taken in strips has no work items: outside of tilestream.invariant it has"
-    if plan.variant == CLUSTER:
-        return "the CTAs of a cluster write no trace, as each has a part of a tile: variant='cooperative' does"
     if plan.variant == "triple":
         return "a tile of three consumers writes no trace, which has two ends: variant='cooperative' does"
     if ctas_of(plan.variant) > 1:

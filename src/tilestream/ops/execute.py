@@ -31,7 +31,7 @@ from tilestream.ops.operands import epilogue_of, problem_of, refuse_overlap
 from tilestream.ops.scales import canonical_scales
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCALES
-from tilestream.plan.candidate import CLUSTER, ONE_TILE
+from tilestream.plan.candidate import ONE_TILE
 from tilestream.plan.planner import plan_problem
 from tilestream.runtime.workspace import Workspace, workspace
 from tilestream.trace.record import current as current_recorder
@@ -252,7 +252,7 @@ def _check_limit(plan: Plan) -> None:
             f"plan.run: the plan has {workers} workers, and the limit is {limit} (worker_limit, or "
             f"{limits.ENVIRONMENT}); make the plan where the limit holds"
         )
-    if 0 < limit < plan.device.workers and plan.variant in (ONE_TILE, CLUSTER) and cluster_of(plan.schedule) > 1:
+    if 0 < limit < plan.device.workers and plan.variant == ONE_TILE and cluster_of(plan.schedule) > 1:
         raise ValueError(
             f"plan.run: the plan's programs are CTAs of clusters, which begin together, and the limit of {limit} "
             f"(worker_limit, or {limits.ENVIRONMENT}) says that SMs may be held; make the plan where the limit holds"

@@ -196,10 +196,10 @@ def _make(
         aligned = out.data_ptr() % 16 == 0, residual is None or residual.data_ptr() % 16 == 0
         return CdnaLaunch(plan, layout, aligned)
     if plan.backend == "hopper":
-        from tilestream.launch.hopper.launch import launch_of as hopper_launch_of
+        from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
 
         at_16 = [tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)]
-        return hopper_launch_of(plan, layout, at_16[2], (at_16[0], at_16[1]))
+        return HopperLaunch(plan, layout, at_16[2], (at_16[0], at_16[1]))
     from tilestream.launch.portable.launch import launch_of
 
     return launch_of(plan, layout)

@@ -11,8 +11,8 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind, Schedule
 
-#: Variants, see `Candidate.variant`.
-ONE_TILE, CLUSTER = "one_tile", "cluster"
+#: A variant, see `Candidate.variant`.
+ONE_TILE = "one_tile"
 
 
 class Forced(NamedTuple):
@@ -89,7 +89,7 @@ class Candidate:
     #: torch's own threads, where starting workers would cost more than it gains. ``persistent``: on a GPU, resident
     #: programs, one a worker; ``one_tile``: programs that have a tile each, see `tilestream.kernels.portable.one_tile`.
     #: Hopper: ``cooperative``, ``triple``, ``ping_pong``, ``single`` and ``paired``, see
-    #: `tilestream.kernels.hopper.gemm`, and ``cluster``, see `tilestream.kernels.hopper.cluster`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
+    #: `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
     variant: str
     #: ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
     block: tuple[int, int, int]

@@ -11,7 +11,7 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.exchange import cluster_of
 from tilestream.core.gate import Gate
 from tilestream.plan.additions import Additions, additions
-from tilestream.plan.candidate import CLUSTER, ONE_TILE, Candidate, Refusal
+from tilestream.plan.candidate import ONE_TILE, Candidate, Refusal
 from tilestream.plan.explain import number, promise_lines, table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.policy.portable import sums_lose_bits
@@ -99,12 +99,6 @@ class Plan(Candidate):
         if self.variant == ONE_TILE:
             shares = f" of {schedule.grid.tiles}" * (schedule.kind == "stream_k")
             return f"{self.backend} {ONE_TILE}, {self.workers} programs, {self.tile[0]}x{self.tile[1]} tiles{shares}"
-        if self.variant == CLUSTER:
-            parts = schedule.num_shares // schedule.grid.tiles
-            return (
-                f"{self.backend} {CLUSTER}, {self.workers} CTAs, {self.tile[0]}x{self.tile[1]} tiles in {parts} parts, "
-                f"{schedule.raster.order} raster"
-            )
         each = schedule.split == "strides"
         queues = f", {schedule.queues} queues" if schedule.queues > 1 and not each else ""
         if schedule.split == "chunks":
@@ -235,12 +229,8 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
         shares += ", a cluster that adds them in shared memory" * (cluster_of(schedule) > 1)
         yield "schedule", f"none: a program for {shares}"
         return
-    if plan.variant == CLUSTER:
-        parts = schedule.num_shares // grid.tiles
-        yield "schedule", f"none: {parts} CTAs of a cluster for each tile, which add up their parts in shared memory"
     of_ctas = f" of {plan.ctas} CTAs" * (plan.ctas > 1)
-    if plan.variant != CLUSTER:
-        yield "schedule", f"{schedule.kind}, {schedule.workers} workers{of_ctas}{queues}{remainder}"
+    yield "schedule", f"{schedule.kind}, {schedule.workers} workers{of_ctas}{queues}{remainder}"
     if raster.table is None:
         yield "raster", f"{raster.order}{first}, group {raster.group}"
     else:

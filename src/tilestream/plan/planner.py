@@ -15,11 +15,11 @@ from tilestream.core.stream_k import remainder_tiles
 from tilestream.plan import experimental, invariance, linked, realign, tuned
 from tilestream.plan.additions import MMA, additions
 from tilestream.plan.arrival_order import in_arrival_order
-from tilestream.plan.candidate import CLUSTER, FREE, ONE_TILE, Asked, Candidate, Forced, Refusal
+from tilestream.plan.candidate import FREE, ONE_TILE, Asked, Candidate, Forced, Refusal
 from tilestream.plan.explain import log, number
 from tilestream.plan.limit import is_invariant, workers_in, workers_of
 from tilestream.plan.plan import Plan, of_candidate
-from tilestream.plan.policy import cdna_tiles, cpu, hopper, hopper_cluster, one_tile, portable
+from tilestream.plan.policy import cdna_tiles, cpu, hopper, one_tile, portable
 from tilestream.plan.problem import Problem
 
 Found = TypeVar("Found")
@@ -272,7 +272,7 @@ def _on_gpu(
     more = ", registers=" if forced.registers else ""
     name, found, elsewhere = fast_or_portable(
         fast, how.backend, why, (by_fast_kernel, by_portable_kernel),
-        lambda: _no_candidate(problem, device, workers, fast, every, forced),
+        lambda: _no_candidate(problem, fast, kinds, forced),
         f"leave what is forced of backend=, variant=, stages={more}, tile= and schedule= away",
     )  # fmt: skip
     if how.backend is not None or not free or forced != FREE:
@@ -319,11 +319,9 @@ def _of_hopper(
     """Candidates of the Hopper kernel, with operands that are realigned first."""
 
     def make(left: Problem, how: Forced, operands: str, before: float) -> Iterator[Candidate]:
-        yield from hopper.candidates(
+        return hopper.candidates(
             left, device, workers, kinds=kinds, forced=how, auto=auto, realigned=operands, before=before
         )
-        if not operands:
-            yield from hopper_cluster.candidates(left, device, workers, kinds=kinds, forced=how)
 
     return realign.candidates(problem, device, forced, make)
 
@@ -347,14 +345,9 @@ def _copied_or_as_it_lies(
     return "portable", as_it_lies, Refusal("hopper", f"{problem.no_tma}; the cost model expects {first}, {here}")
 
 
-def _no_candidate(
-    problem: Problem, device: DeviceProperties, workers: int, backend: str, kinds: tuple[Kind, ...], forced: Forced
-) -> str:
+def _no_candidate(problem: Problem, backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
     """The reason why a fast backend has no candidate for the forced choices."""
     tile, variant, stages, registers = forced.tile, forced.variant, forced.stages, forced.registers
-    if variant == CLUSTER and backend == "hopper":
-        few = "no tile of it has so few of them, and so much K for each part, that clusters are one wave"
-        return hopper_cluster.why_not(problem, device, workers, kinds, forced) or few
     every = hopper.TILES if variant is None else (*hopper.TILES, *hopper.TRIPLE, *hopper.PAIRED)
     rows = [row for row in every if variant in (None, row.variant)]
     if registers:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilestream.core.consumers import in_cluster, sharing
-from tilestream.core.exchange import cluster_of
-from tilestream.kernels.config import HopperClusterConfig, HopperConfig
-from tilestream.kernels.hopper.cluster import clustered
+from tilestream.core.consumers import sharing
+from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gemm_arguments import GemmArguments, Layout, LocalTiles
 from tilestream.launch.hopper.maps import Map
-from tilestream.plan.candidate import CLUSTER
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.hopper import MOST_PARTS, rs_tail, widest, widths
 from tilestream.plan.problem import ITEMSIZE, Problem
@@ -64,8 +61,7 @@ class Arguments(GemmArguments):
     """
 
     kernel: Any = gemm
-    matrices: tuple[str, ...] = ("x_map", "local_map", "y_map", "y_map_1", "y_map_2", "out_map")
-    config_type: type[HopperConfig] = HopperConfig
+    matrices = ("x_map", "local_map", "y_map", "y_map_1", "y_map_2", "out_map")
 
     def __init__(
         self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False,
@@ -79,8 +75,7 @@ class Arguments(GemmArguments):
         b = Operand(problem.n, block_n, bb, bn, bk, problem.dtypes[1])
         x, y = (b, a) if swap_ab else (a, b)
         self._batched = [int(bool(batches and one.batch)) for one in (x, y)]
-        self._consumers = consumers_of(plan)
-        self._halves = sharing(self._consumers)
+        self._halves = 2 if plan.variant == "paired" else sharing(plan.variant)
         self.rows, self.widths = x.tile_rows // plan.ctas, widths(y.tile_rows, widest(problem))
         half = self.rows // self._halves
         self.x, self._x_major = operand_map(x, half, problem.k, block_k, batches)
@@ -106,7 +101,7 @@ class Arguments(GemmArguments):
             self._published = problem.publishes.chunks.rows_per_chunk, times
         super().__init__(plan, layout, probe, trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": self.config.CHAINED}
-        if self._consumers == "single":
+        if plan.variant == "single":
             self.options["maxnreg"] = SINGLE_REGISTERS
 
     def local_tiles(self, first: int, height: int, period: int) -> LocalTiles | None:
@@ -134,11 +129,10 @@ class Arguments(GemmArguments):
         loads_alpha = problem.scales == "tensor" and not self.layout.scaled and plan.gate is None
         if self.out is None:  # no C buffer, and registers are short
             strip = min(strip, DIRECT * self._halves // self.rows, WIDE_STRIP if wide else DIRECT)
-        return self.config_type.of(
+        return HopperConfig.of(
             plan,
             self.layout,
             **logs,
-            **self._own(),
             SCALES="none" if problem.scales == "none" or loads_alpha else "row",
             SCALED=self.layout.scaled or loads_alpha,
             LOADS_ALPHA=loads_alpha,
@@ -151,7 +145,7 @@ class Arguments(GemmArguments):
             Y_K_MAJOR=self._y_major,
             BATCHED=problem.batch > 1,
             SWAP_AB=plan.swap_ab,
-            CONSUMERS=self._consumers,
+            CONSUMERS="cooperative" if plan.ctas > 1 else plan.variant,
             PROMOTED=problem.fp8 and not problem.fast_accum,
             RS_TAIL=rs_tail(self.widths, 8 * ITEMSIZE[problem.dtype]),
             LOAD_REGISTERS=plan.registers[0],
@@ -166,10 +160,6 @@ class Arguments(GemmArguments):
             CTAS=plan.ctas,
         )
 
-    def _own(self) -> dict[str, Any]:
-        """Further fields of `config_type`, and those with other values there."""
-        return {}
-
     def _wide(self) -> bool:
         """Whether an offset inside one batch of what is addressed without TMA leaves 31 bits."""
         problem = self.plan.problem
@@ -178,25 +168,6 @@ class Arguments(GemmArguments):
             for strides in (self.layout.out, self.layout.residual)
             if strides is not None
         )
-
-
-class ClusterArguments(Arguments):
-    """Those of `tilestream.kernels.hopper.cluster.clustered`."""
-
-    kernel: Any = clustered
-    matrices = ("x_map", "y_map", "y_map_1", "y_map_2", "out_map")
-    config_type = HopperClusterConfig
-
-    def _own(self) -> dict[str, Any]:
-        """See `Arguments`. A CTA has one item, of which it knows all by its place in the grid."""
-        return {"KIND": "static", "PARTS": cluster_of(self.plan.schedule)}
-
-
-def consumers_of(plan: Plan) -> str:
-    """How the math loops of a CTA share a plan's tiles: see `HopperConfig`."""
-    if plan.variant == CLUSTER:
-        return in_cluster(plan.block[1] if plan.swap_ab else plan.block[0])
-    return "cooperative" if plan.ctas > 1 else plan.variant
 
 
 def has_room(layout: Layout, problem: Problem, parts: tuple[int, ...], rows: int, splits: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +13,13 @@ from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch import compiling, launch
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import NO_LOCAL, Layout, LocalTiles
-from tilestream.launch.hopper.arguments import Arguments, ClusterArguments
-from tilestream.launch.hopper.maps import Map, described_by
+from tilestream.launch.hopper.arguments import Arguments
+from tilestream.launch.hopper.maps import described_by
 from tilestream.launch.hopper.multicast import rewritten
 from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.trace import SpanLog
-from tilestream.core.exchange import cluster_of
-from tilestream.plan.candidate import CLUSTER
 from tilestream.plan.plan import Plan
-from tilestream.plan.policy import hopper_cluster
-from tilestream.plan.problem import Problem
 from tilestream.runtime.device_workspace import NO_WORDS, Words
 
 if TYPE_CHECKING:
@@ -32,28 +27,6 @@ if TYPE_CHECKING:
 
 #: With so few rows or columns the other operand is read once and as fast as memory gives it: larger reads are better.
 _FEW, _FAR = 64, 256
-
-
-#: A map and its tensor's dtype; None: the kernel has no such map here.
-Mapped = tuple[Map | None, torch.dtype]
-
-
-def described_all(maps: Iterable[Mapped]) -> list[Any]:
-    """Maps as a kernel is compiled for them."""
-    return [None if made is None else described_by(made, dtype) for made, dtype in maps]
-
-
-def descriptors(problem: Problem, maps: Sequence[Mapped]) -> list[Any]:
-    """Maps as a launcher makes them: those of operands, and that of the output, which is the last."""
-    promotion = _FAR if min(problem.m, problem.n) <= _FEW else 128
-    last = len(maps) - 1
-    return [
-        # What an operand is rounded to; the output is what it is.
-        None
-        if made is None
-        else Descriptor(made.shape, made.strides, tf32=problem.kind == "tf32" and i < last, promotion=promotion)
-        for i, (made, _) in enumerate(maps)
-    ]
 
 
 class GemmLaunch(launch.GemmLaunch):
@@ -152,7 +125,7 @@ class GemmLaunch(launch.GemmLaunch):
                 f"epilogue.publish={epilogue.publish}: the problem of the plan has "
                 f"publishes={self.plan.problem.publishes}; there are both or none"
             )
-        described = described_all(maps)
+        described = [None if made is None else described_by(made, dtype) for made, dtype in maps]
         filled = arguments.fill(
             (*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish, copies
         )
@@ -161,7 +134,16 @@ class GemmLaunch(launch.GemmLaunch):
             kernel = compiling.compiled(gemm, filled, arguments.options | rewritten(kernel))
         if compiling.is_ahead():
             return NoLauncher()
-        varying: list[Any] = descriptors(self.plan.problem, maps)
+        problem = self.plan.problem
+        promotion = _FAR if min(problem.m, problem.n) <= _FEW else 128
+        last = len(maps) - 1
+        varying: list[Any] = [
+            # What an operand is rounded to; the output, the last, is what it is.
+            None
+            if made is None
+            else Descriptor(made.shape, made.strides, tf32=problem.kind == "tf32" and i < last, promotion=promotion)
+            for i, (made, _) in enumerate(maps)
+        ]
         varying += [None if tensor is None else VARIES for tensor in given]
         if gate is not NO_GATE:
             gate = GateArguments._make(None if x is None else VARIES for x in gate)
@@ -173,69 +155,3 @@ class GemmLaunch(launch.GemmLaunch):
         filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, tiles)
         ctas = self.plan.ctas
         return Launcher(kernel, (self.plan.schedule.workers * ctas, 1, 1), filled, ctas)
-
-
-class ClusterLaunch(launch.GemmLaunch):
-    """The Hopper GEMM whose clusters share a tile's K: for one plan, one layout and one alignment of the output.
-
-    As `GemmLaunch`; a launch has no words, since its CTAs count nothing.
-    """
-
-    refuses = "clusters wait for no chunks"
-
-    def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True) -> None:
-        super().__init__(plan)
-        self._schedule = None
-        self._arguments = ClusterArguments(plan, layout, out_aligned)
-        self._launcher: Launcher | None = None
-
-    def issue(
-        self, stream: int, x: GemmOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
-    ) -> None:
-        """See `Launch.issue`."""
-        if probe is not None:
-            raise NotImplementedError("a cluster's CTAs write no log: take variant='cooperative'")
-        a, b, out, epilogue = x
-        swap_ab = self.plan.swap_ab
-        scales = (epilogue.scale_b, epilogue.scale_a) if swap_ab else (epilogue.scale_a, epilogue.scale_b)
-        given = (out, epilogue.bias, epilogue.residual, *scales, self.table.on(a.device))
-        launcher = self._launcher
-        if launcher is None:
-            launcher = self._launcher = self._compiled(x, given)
-        first, y = (b, a) if swap_ab else (a, b)
-        maps = (first.data_ptr(), y.data_ptr(), *(() if self._arguments.out is None else (out.data_ptr(),)))
-        launcher(
-            stream, *maps, *[tensor.data_ptr() for tensor in given if tensor is not None], epilogue.alpha, epilogue.beta
-        )  # fmt: skip
-
-    def _compiled(self, operands: GemmOperands, given: tuple[torch.Tensor | None, ...]) -> Launcher:
-        """The kernel, compiled for operands like these."""
-        a, b, out, epilogue = operands
-        arguments, plan = self._arguments, self.plan
-        x, y = (b, a) if plan.swap_ab else (a, b)
-        maps = (arguments.x, x.dtype), *((part, y.dtype) for part in arguments.y), (arguments.out, out.dtype)
-
-        def filled(described: list[Any], tensors: Sequence[Any], *factors: Any) -> list[Any]:
-            *of_epilogue, table = tensors
-            return arguments.fill((*described, *of_epilogue, None, None, None, table, None, 0, 0, *factors))
-
-        kernel = compiling.compiled(
-            arguments.kernel, filled(described_all(maps), given, epilogue.alpha, epilogue.beta), arguments.options
-        )  # fmt: skip
-        if compiling.is_ahead():
-            return NoLauncher()
-        varying = [None if tensor is None else VARIES for tensor in given]
-        rows, columns = plan.block[1::-1] if plan.swap_ab else plan.block[:2]
-        return Launcher(
-            kernel, (plan.schedule.workers, 1, 1), filled(descriptors(plan.problem, maps), varying, VARIES, VARIES),
-            cluster_of(plan.schedule), hopper_cluster.room(rows, columns),
-        )  # fmt: skip
-
-
-def launch_of(
-    plan: Plan, layout: Layout, out_aligned: bool = True, aligned: tuple[bool, bool] = (True, True)
-) -> GemmLaunch | ClusterLaunch:
-    """The launch of a plan."""
-    if plan.variant == CLUSTER:
-        return ClusterLaunch(plan, layout, out_aligned)
-    return GemmLaunch(plan, layout, out_aligned, aligned)

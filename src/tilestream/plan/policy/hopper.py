@@ -108,12 +108,8 @@ class Tile(NamedTuple):
     def stages(self, out_size: int, shared: int) -> int:
         """Stages that fit the shared memory beside the C buffers."""
         buffers = self.loops * self.buffers(out_size) * self.rows_per_loop * self.strip(out_size) * out_size
-        return self.stages_in(shared - buffers)
-
-    def stages_in(self, shared: int) -> int:
-        """Stages that fit so many bytes of shared memory, with their barriers."""
         line = 128 * self.lines * (self.rows // self.ctas + self.columns)
-        return min(_MOST_STAGES, (shared - _BARRIER_BYTES) // line)
+        return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // line)
 
 
 #: An accumulator of 64 x 256 or 128 x 128, of fp32 in four warps, is 128 registers of a thread.

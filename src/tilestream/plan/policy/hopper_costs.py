@@ -86,9 +86,6 @@ class Costs:
     register: float = 11.29e-9
     fix: float = 3.717e-6
     launch: float = 5.35e-6
-    #: met, sent: seconds until the CTAs of a cluster have met, and for each register of a thread that they add up.
-    met: float = 1.0e-6
-    sent: float = 12e-9
     #: drifted, scattered: what the way from L2 to the SMs costs in several waves, where copies for the next item run
     #: under this one's end; and where one queue hands out the tiles, so that neighbours share little of what they read.
     drifted: float = 0.7986
