@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
@@ -61,27 +61,57 @@ _MOST_OF_A_GRID = 65535
 #: Bytes of shared memory that programs of an SM share, its warps, and the bytes of a copy at most.
 _SHARED, _WARPS, _VECTOR = 227 * 1024, 64, 16
 
-# Constants of the model, in seconds.
-LAUNCH = 4.287e-6
-BEGIN = 0.3662e-6  # of an SM, to begin a program
-COPY = 60.33e-12  # of an SM, to issue a copy
-WRITE, NARROW = 73.1e-12, 4.0  # of an SM, for an element that it stores; so many times where rows are of odd lengths
-FEED = 48.74e-15  # of all SMs, for a byte from L2
-LINES = 0.6536  # of a copy, and of a byte: how much more one of a further line counts
-STEP = 24.97e-9  # of a program, in each K step
-LATENCY = 0.4338e-6  # of a program, in each K step, divided by the stages that are ahead
-THREAD_COPY = 9.542e-9  # of a program, for each copy of a thread in a K step
-STORE = 4.751e-9  # of a program, for each element that a thread stores
-FIX = 1.877e-6  # of a tile in parts
-PART = 9.683e-9  # of a tile in parts, for each element that a thread reads
-PARTIALS = 0.4085e-12  # of all partial results, for a byte
-MEET = 0.9945e-6  # of a cluster, to begin together and to meet
-SENT = 58.54e-9  # of a cluster, for each element that a thread gives to the others
-OVERLAP = 1.601
-#: Of a device's SMs those that clusters of so many CTAs have at once: those of one lie together.
-CLUSTERED = {4: 0.94, 8: 0.85}
-#: Share of the nominal bandwidth that memory gives.
-MEMORY = 0.92
+
+@dataclass(frozen=True)
+class Costs:
+    """Constants of the model: see the module for what adds them up, and for the measurements that they are fitted to.
+
+    ``python benchmarks/run.py gemm fit RECORD...`` fits them to records of ``gemm sweep --small``.
+    """
+
+    #: Seconds of a launch; and of an SM to begin a program.
+    launch: float = 4.287e-6
+    begin: float = 0.3662e-6
+    #: Seconds of an SM to issue a copy of a thread, and to store an element.
+    copy: float = 60.33e-12
+    write: float = 73.1e-12
+    #: So many times as long an element takes that is stored by itself, as the output's rows do not begin at vectors.
+    narrow: float = 4.0
+    #: Seconds of all SMs for a byte from L2.
+    feed: float = 48.74e-15
+    #: What a part of a further line of L2 counts, beside one of the line that a row begins in: of copies, and of bytes.
+    lines: float = 0.6536
+    #: Seconds of a program in each K step: what is always there; how long memory takes to answer, of which each stage
+    #: that is ahead has its share; and more for each copy of a thread.
+    step: float = 24.97e-9
+    latency: float = 0.4338e-6
+    thread_copy: float = 9.542e-9
+    #: Seconds of a program for each element that a thread stores.
+    store: float = 4.751e-9
+    #: Of a tile in parts that are added in global memory: seconds of the tile, and for each element that a thread
+    #: reads; and for a byte of all partial results.
+    fix: float = 1.877e-6
+    part: float = 9.683e-9
+    partials: float = 0.4085e-12
+    #: Seconds of a cluster to begin together and to meet; and for each element that a thread gives to the others.
+    meet: float = 0.9945e-6
+    sent: float = 58.54e-9
+    #: The p of the three things that run side by side: the higher, the better the shorter ones are hidden.
+    overlap: float = 1.601
+    #: Of a device's SMs the share that clusters of 4, and of 8 CTAs have at once: the SMs of a cluster lie together. Of
+    #: an H200's 132 these are 124 and 112.
+    clusters_of_4: float = 0.94
+    clusters_of_8: float = 0.85
+    #: Share of the nominal bandwidth that memory gives: the Hopper kernel's.
+    memory: float = 0.92
+
+    def clustered(self, parts: int) -> float:
+        """The share of a device's SMs that programs have at once whose tiles are in so many parts."""
+        return {4: self.clusters_of_4, 8: self.clusters_of_8}.get(parts, 1.0)
+
+
+#: Those of all devices that have the kernel.
+COSTS = Costs()
 
 #: The fields of all candidates, as they are by default.
 _ALIKE: dict[str, object] = {
@@ -172,7 +202,7 @@ def candidates(
     """
     if refusal(problem, device) or forced.order is not None or forced.stages is not None:
         return
-    limited, rates = workers < device.workers, rates_of(problem, device)
+    limited, rates = workers < device.workers, rates_of(problem, device, COSTS)
     least = problem.batch * problem.m * problem.n / (workers if limited else MOST_PROGRAMS * workers)
     for tile in TILES[ITEMSIZE[problem.dtype]]:
         if forced.tile not in (None, tile[:2]) or tile.block_m * tile.block_n < least:
@@ -206,13 +236,21 @@ class Rates(NamedTuple):
     memory: float
 
 
-def rates_of(problem: Problem, device: DeviceProperties) -> Rates:
+def rates_of(problem: Problem, device: DeviceProperties, costs: Costs) -> Rates:
     """The bounds of a problem on a device."""
-    return Rates(device.peak(problem.kind, 1), problem.bytes / (MEMORY * device.bandwidth))
+    return Rates(device.peak(problem.kind, 1), problem.bytes / (costs.memory * device.bandwidth))
 
 
 class Way:
     """A tile for a problem: what does not depend on the number of parts.
+
+    Parameters
+    ----------
+    problem, device, tile
+    rates
+        The problem's, where they are known.
+    costs
+        The model's constants: others than `COSTS` while they are fitted.
 
     Attributes
     ----------
@@ -224,8 +262,10 @@ class Way:
         The fields of all its candidates.
     """
 
-    def __init__(self, problem: Problem, device: DeviceProperties, tile: Tile, rates: Rates | None = None) -> None:
-        self.problem, self.device, self.tile = problem, device, tile
+    def __init__(
+        self, problem: Problem, device: DeviceProperties, tile: Tile, rates: Rates | None = None, costs: Costs = COSTS
+    ) -> None:
+        self.problem, self.device, self.tile, self.costs = problem, device, tile, costs
         itemsize, threads = ITEMSIZE[problem.dtype], 32 * tile.warps
         self.num_m, self.num_n = cdiv(problem.m, tile.block_m), cdiv(problem.n, tile.block_n)
         self.tiles, self.steps = problem.batch * self.num_m * self.num_n, cdiv(problem.k, tile.block_k)
@@ -237,13 +277,13 @@ class Way:
         self.copies = of_a + of_b
         # A row of a K step that does not begin at a line of L2 has a part of one more.
         row = tile.block_k * itemsize
-        more_a, more_b = (LINES * (LINE - at) / row for at in problem.row_multiples)
+        more_a, more_b = (costs.lines * (LINE - at) / row for at in problem.row_multiples)
         self._of_lines = of_a * (1 + more_a) + of_b * (1 + more_b)
         self._fed = itemsize * (tile.block_m * (1 + more_a) + tile.block_n * (1 + more_b))
         self.held = self.copies * (tile.stages - 1) + self._elements / threads
         self.whole = min(self._vectors) * itemsize == _VECTOR
         # Seconds of a K step's multiplications at the nominal rate: of tiles of 64 rows they are about its copies'.
-        rates = rates or rates_of(problem, device)
+        rates = rates or rates_of(problem, device, costs)
         self._multiplying, self._memory = 2 * self._elements * tile.block_k / rates.peak, rates.memory
         self.alike = {**_ALIKE, "block": tile[:3], "warps": tile.warps, "stages": tile.stages}
 
@@ -272,20 +312,22 @@ class Way:
 
     def seconds(self, steps: int, parts: int = 1) -> float:
         """The predicted time: see the module."""
-        tile, problem, device = self.tile, self.problem, self.device
+        tile, problem, workers, costs = self.tile, self.problem, self.device.workers, self.costs
         programs, each = parts * self.tiles, self._elements / self._threads
         clusters = parts in CLUSTERS
         stored = 1 / parts if clusters else 1.0  # of a tile's elements by a program
         held = self._bytes * tile.block_k * tile.stages + (room(*tile[:2]) if clusters else 0)
-        at_once = max(1, min(_SHARED // held, _WARPS // tile.warps)) * int(CLUSTERED.get(parts, 1.0) * device.workers)
-        step = max(STEP + LATENCY / (tile.stages - 1) + THREAD_COPY * self.copies, self._multiplying)
-        met = MEET + SENT * each if clusters else 0.0
-        waves = cdiv(programs, at_once) * (steps * step + STORE * each * stored + met)
-        issued = COPY * self._of_lines * self._threads * min(1.0, problem.k / tile.block_k)
+        at_once = max(1, min(_SHARED // held, _WARPS // tile.warps)) * int(costs.clustered(parts) * workers)
+        step = max(costs.step + costs.latency / (tile.stages - 1) + costs.thread_copy * self.copies, self._multiplying)
+        met = costs.meet + costs.sent * each if clusters else 0.0
+        waves = cdiv(programs, at_once) * (steps * step + costs.store * each * stored + met)
+        issued = costs.copy * self._of_lines * self._threads * min(1.0, problem.k / tile.block_k)
         issued = steps * max(issued, self._multiplying)
-        written = stored * self._elements * WRITE * (1.0 if problem.out_columns % 8 == 0 else NARROW)
-        sms = cdiv(programs, device.workers) * (BEGIN + issued + written) + FEED * self.tiles * self._fed * problem.k
-        together: float = (waves**OVERLAP + sms**OVERLAP + self._memory**OVERLAP) ** (1 / OVERLAP)
+        written = stored * self._elements * costs.write * (1.0 if problem.out_columns % 8 == 0 else costs.narrow)
+        fed = costs.feed * self.tiles * self._fed * problem.k
+        sms = cdiv(programs, workers) * (costs.begin + issued + written) + fed
+        p = costs.overlap
+        together: float = (waves**p + sms**p + self._memory**p) ** (1 / p)
         added = parts > 1 and not clusters
-        sums = FIX + PART * parts * each + PARTIALS * 4 * programs * self._elements if added else 0.0
-        return LAUNCH + together + sums
+        sums = costs.fix + costs.part * parts * each + costs.partials * 4 * programs * self._elements if added else 0.0
+        return costs.launch + together + sums
