@@ -85,13 +85,13 @@ def test_large_products_are_of_copies(extents, layout, operands):
 
 
 def test_a_copy_that_costs_more_than_it_gains_is_not_made():
-    made = plan(1600, 3177, 16, dtype="bfloat16", device=H100)
+    made = plan(1024, 3184, 17, dtype="bfloat16", device=H100, layout="nt")
     assert (made.backend, made.realigned) == ("portable", "")
     why = reasons(made)["hopper"]
-    assert why.startswith("b has strides (3177, 1) of 2 bytes")
-    assert "with B copied first" in why
-    forced = plan(1600, 3177, 16, dtype="bfloat16", device=H100, backend="hopper")
-    assert (forced.backend, forced.realigned) == ("hopper", "b")
+    assert why.startswith("a has strides (17, 1) of 2 bytes")
+    assert "with A and B copied first" in why
+    forced = plan(1024, 3184, 17, dtype="bfloat16", device=H100, layout="nt", backend="hopper")
+    assert (forced.backend, forced.realigned) == ("hopper", "ab")
     assert forced.predicted > made.predicted
 
 

@@ -2,13 +2,14 @@
 
 The comments in `TILES` give the bounds of its rows. The model adds three times: a tile's multiply-adds at the rate of
 its size, a constant for each tile (taking it, filling and emptying the ring, the epilogue), and the launch. The total
-is at least the memory's floor. The rates are from an H100; only the order of candidates matters. CDNA 3 and 4 have
-their own tiles (`CDNA`) and their own model (`tilestream.plan.policy.cdna`).
+is at least the memory's floor. The rates are from an H100; only the order of candidates matters. `Costs` has the other
+constants. CDNA 3 and 4 have their own tiles (`CDNA`) and their own model (`tilestream.plan.policy.cdna`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
@@ -28,20 +29,6 @@ GROUP = 8
 #: On gfx942 128x256 spills up to 164 bytes in strips of 32 where a tile has parts, or more than a store at its end, and
 #: of 8-bit operands that are not converted 16 bytes in strips of 16 (Triton 3.9).
 STRIP, NARROW_STRIP, NARROWEST_STRIP = 32, 16, 8
-#: Seconds of a tile in addition to its multiply-adds, and of a launch: on an H100 a call of few operations has 5 us.
-TILE_SECONDS = 2e-6
-LAUNCH_SECONDS = 5e-6
-#: The slowdown of the loop in the kernel that can also split a tile.
-STREAM_K_LOSS = 1.06
-#: A tile's slowdown in the kernel that draws tickets. On an H200 it is 0 to 3 % with B in a linear layer's layout, and
-#: 7 to 13 % with B row-major (benchmarks/results/h200/portable_gemm.json). A problem does not say which B has.
-QUEUE_LOSS = 1.05
-#: Bytes a second at which the last worker of a split tile reads its partial results, one after the other (H200: 60e9 to
-#: 88e9).
-PARTIALS_RATE = 70e9
-#: The slowdown of 8-bit operands that TMA does not address on Hopper, as its tensor cores take them along K alone from
-#: shared memory: a guess.
-ACROSS_LOSS = 2.0
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 256
 #: The operands' dtypes.
@@ -56,6 +43,41 @@ _OF_TENSOR_MEMORY = ("sm_100", "sm_103", "sm_110")
 #: AMD's architectures with matrix units for 8-bit operands, by the kind of operand.
 _OCP_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
 _FNUZ_GFX = ("gfx942",)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Constants of the model, beside the tiles' shares of the peak.
+
+    ``python benchmarks/run.py gemm fit RECORD...`` fits them to records of ``gemm sweep --small``.
+    """
+
+    #: Seconds of a launch: on an H100 a call of few operations has 5 us.
+    launch: float = 5e-6
+    #: Seconds of a tile in addition to its multiply-adds: taking it, filling and emptying the ring, the epilogue.
+    tile: float = 2e-6
+    #: More seconds of a tile for each of its elements that is stored by itself: Triton writes vectors where an output
+    #: has rows of a multiple of 16 elements, and single elements where not: 32 stores of a thread, not 4. A third
+    #: of what the other portable kernel's constants have, ``(narrow - 1) * write``, until a sweep fits it.
+    narrow: float = 80e-12
+    #: The slowdown of the loop in the kernel that can also split a tile.
+    stream_k_loss: float = 1.06
+    #: A tile's slowdown in the kernel that draws tickets. On an H200 it is 0 to 3 % with B in a linear layer's layout,
+    #: and 7 to 13 % with B row-major (benchmarks/results/h200/portable_gemm.json). A problem does not say which B has.
+    queue_loss: float = 1.05
+    #: Bytes a second at which the last worker of a split tile reads its partial results, one after the other (H200:
+    #: 60e9 to 88e9).
+    partials: float = 70e9
+    #: The slowdown of 8-bit operands that TMA does not address on Hopper, as its tensor cores take them along K alone
+    #: from shared memory: a guess.
+    across_loss: float = 2.0
+    #: The share of the tiles' time that is not hidden where memory is the bound: a candidate with less work is still
+    #: the better one.
+    beside_memory: float = 0.1
+
+
+#: Those of all devices but AMD's.
+COSTS = Costs()
 
 
 class Tile(NamedTuple):
@@ -348,22 +370,24 @@ def converted(problem: Problem, device: DeviceProperties) -> str:
     )
 
 
-def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
-    """The predicted time of a schedule."""
-    workers, count = schedule.workers, schedule.grid.tiles
+def seconds(
+    problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, costs: Costs = COSTS
+) -> float:  # fmt: skip
+    """The predicted time of a schedule; ``costs``: others than `COSTS` while they are fitted."""
+    workers, count, elements = schedule.workers, schedule.grid.tiles, tile.block_m * tile.block_n
     rate = device.peak(problem.kind, 1) * tile.efficiency
-    math = 2 * tile.block_m * tile.block_n * problem.k / rate
+    math = 2 * elements * problem.k / rate
     if schedule.kind != "static" and by_model(problem, device):
-        math *= QUEUE_LOSS
+        math *= costs.queue_loss
     if problem.fp8 and problem.not_by_tma and device.arch.startswith("sm_90"):
-        math *= ACROSS_LOSS
+        math *= costs.across_loss
+    of_tile = costs.tile + (costs.narrow * elements if problem.out_columns % 16 else 0.0)
     if schedule.kind == "stream_k" and schedule.remainder:
-        size, parts = 4 * tile.block_m * tile.block_n, schedule.num_shares / schedule.remainder
+        size, parts = 4 * elements, schedule.num_shares / schedule.remainder
         partials = 2 * schedule.slots * size / device.bandwidth
         if by_model(problem, device):
-            partials += max(1.0, parts) * size / PARTIALS_RATE
-        total = (STREAM_K_LOSS * math + TILE_SECONDS) * count / workers + partials + 2 * TILE_SECONDS
+            partials += max(1.0, parts) * size / costs.partials
+        total = (costs.stream_k_loss * math + of_tile) * count / workers + partials + 2 * costs.tile
     else:
-        total = (math + TILE_SECONDS) * cdiv(count, workers)
-    # If memory binds, the candidate with less work is still the better one.
-    return LAUNCH_SECONDS + max(total, problem.bytes / device.bandwidth) + 0.1 * total
+        total = (math + of_tile) * cdiv(count, workers)
+    return costs.launch + max(total, problem.bytes / device.bandwidth) + costs.beside_memory * total
