@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--seed", type=int, default=1, help="gemm random: what is drawn (default: 1; 1 and 2 are published)"
     )
-    made.add_argument("--count", type=int, default=200, help="gemm random: how many problems (default: 200)")
+    made.add_argument("--count", type=int, default=200, help="gemm random, sweep: how many problems (default: 200)")
+    made.add_argument("--small", action="store_true", help="gemm sweep: problems of few operations")
     made.add_argument(
         "--resume", type=Path, help="the record, or the folder of records, of a run that was cut off, to go on with"
     )

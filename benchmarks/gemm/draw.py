@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 #: Extents are log-uniform between these.
@@ -123,6 +123,10 @@ PUBLISHED, FITTED_FROM = (1, 2), 1000
 #: of so many bytes at most; and the share of each kind.
 LEAST_OPERATIONS, FITTED_BYTES = 4 * 10**9, 1 << 30
 SHARES = {"rows of 64": 0.4, "rows of 8": 0.3, "few rows": 0.15, "fp8": 0.15}
+#: What the portable kernels' models are fitted to: problems of so many operations and bytes at most, and of each kind
+#: so many. Rows that TMA does not address are theirs wherever a copy costs too much.
+SMALL_OPERATIONS, SMALL_BYTES = 8 * 10**9, 1 << 28
+SMALL_SHARES = {"rows of 64": 0.25, "rows of 8": 0.2, "even rows": 0.15, "odd rows": 0.25, "fp8": 0.15}
 
 
 def fit_draws(seed: int, count: int) -> list[Draw]:
@@ -136,18 +140,46 @@ def fit_draws(seed: int, count: int) -> list[Draw]:
     seed
         Counted from `FITTED_FROM`.
     """
-    chance = random.Random(FITTED_FROM + seed)
-    places = {kind: round(share * count) for kind, share in SHARES.items()}
+
+    def kind_of(problem: Draw) -> str:
+        few = problem.itemsize == 2 and problem.m <= 64
+        fits = problem.operations >= LEAST_OPERATIONS and problem.bytes(problem.itemsize) <= FITTED_BYTES
+        # Few rows that TMA does not address are the portable kernels': see `small_draws`.
+        if not fits or problem.batch > 1 or (few and problem.lies not in SHARES):
+            return ""
+        return "few rows" if few else problem.kind
+
+    return _shared_out(random.Random(FITTED_FROM + seed), count, SHARES, kind_of, "nt")
+
+
+def small_draws(seed: int, count: int) -> list[Draw]:
+    """Problems that the portable kernels' models may be fitted to: `fit_draws` of few operations, in all layouts.
+
+    Parameters
+    ----------
+    seed
+        Counted from `FITTED_FROM`.
+    """
+
+    def kind_of(problem: Draw) -> str:
+        fits = problem.operations <= SMALL_OPERATIONS and problem.bytes(problem.itemsize) <= SMALL_BYTES
+        return problem.kind if fits else ""
+
+    return _shared_out(random.Random(f"small {FITTED_FROM + seed}"), count, SMALL_SHARES, kind_of)
+
+
+def _shared_out(
+    chance: random.Random, count: int, shares: dict[str, float], kind_of: Callable[[Draw], str], layout: str = ""
+) -> list[Draw]:
+    """Different problems in random order, of each kind its share; of those without a kind none."""
+    places = {kind: round(share * count) for kind, share in shares.items()}
     places["rows of 64"] += count - sum(places.values())
     found: dict[Draw, None] = {}
     for drawn in _endless(chance):
         dtype, scales = ("bfloat16", "none") if drawn.itemsize == 2 else (drawn.dtype, "tensor")
-        problem = drawn._replace(dtype=dtype, scales=scales, layout="nt")
-        kind = "few rows" if problem.itemsize == 2 and problem.m <= 64 else problem.kind
-        fits = problem.operations >= LEAST_OPERATIONS and problem.bytes(problem.itemsize) <= FITTED_BYTES
-        if fits and problem.batch == 1 and places.get(kind) and problem not in found:
-            if kind == "few rows" and problem.lies not in SHARES:
-                continue  # the portable kernel's, whose model has no constants to fit
+        problem = drawn._replace(dtype=dtype, scales=scales, layout=layout or drawn.layout)
+        kind = kind_of(problem)
+        if places.get(kind) and problem not in found:
             places[kind] -= 1
             found[problem] = None
         if not any(places.values()):

@@ -1,42 +1,50 @@
-"""The constants of the Hopper kernel's cost model, fitted to a sweep: ``run.py gemm fit RECORD...``. Needs no GPU.
+"""The constants of GEMM's cost models, fitted to sweeps: ``run.py gemm fit RECORD...``. Needs no GPU.
 
 ::
 
-    residuals:  log(expected / measured) of each candidate, those near a problem's best above all
-    first:      Gauss-Newton in the logarithms of the constants, held near where they begin
-    then:       each constant up and down by a few per cent, while what is lost by the model's choices falls
-    printed:    the constants, as `tilestream.plan.policy.hopper_costs` has them; and what the choices cost, before and
-                after, on the sweep and (by the records behind ``--beside``) on one that was not fitted to
+    of each model, by the times of its own candidates:
+        residuals:  log(expected / measured) of each candidate, those near a problem's best above all
+        first:      Gauss-Newton in the logarithms of the constants, held near where they begin
+        then:       each constant up and down by a few per cent, while what is lost by the model's choices falls
+    printed:    the constants, as the policies have them; and what the choice among the candidates of all models
+                costs, before and after, on the sweeps and (by the records behind ``--beside``) on others
+
+`benchmarks.gemm.modelled` has the models. The Hopper kernel's are fitted to ``gemm sweep``, the portable ones' to
+``gemm sweep --small``; a model without candidates in the records keeps its constants.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks.core.records import Data, load
 from benchmarks.gemm.draw import Draw
-from benchmarks.gemm.plans import key_of, planned
+from benchmarks.gemm.modelled import Constants, Measured, Model, by_keys, constants_of, of_problem
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gpu_specs import named
-from tilestream.plan import realign
-from tilestream.plan.candidate import FREE, Candidate, Forced
-from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper_costs import Costs, Cut, Model, TileFacts, costs_of
-from tilestream.plan.problem import Problem
+from tilestream.plan.policy import hopper_costs, one_tile, portable
 
-#: Constants that a sweep does not show: the rate of pairs of CTAs, a number of lines, what a queue costs an item,
-#: promoted sums, groups of K, and the launch of a copy, as its copies are long; the share of memory's rate, which
-#: ``overlap`` would take over; and vectors of scales, which the problems of sweeps do not have. (Kernels until
-#: 2026-11-30 read a scale a tensor as such.)
-HELD = (
-    "paired", "triple", "lines", "ticket", "promoted_loss", "feed_along_k", "memory", "copy", "scaled", "scaled_column",
-)  # fmt: skip
+Costs = TypeVar("Costs", hopper_costs.Costs, portable.Costs, one_tile.Costs)
+
+#: Constants that a sweep does not show. Of the Hopper kernel's the rate of pairs of CTAs, a number of lines, what a
+#: queue costs an item, promoted sums, groups of K, and the launch of a copy, as its copies are long; the share of
+#: memory's rate, which ``overlap`` would take over; and vectors of scales, which the problems of sweeps do not have.
+#: (Kernels until 2026-11-30 read a scale a tensor as such.) Of the portable ones' 8 bits that lie across K, and what
+#: follows from the device.
+HELD: dict[type, tuple[str, ...]] = {
+    hopper_costs.Costs: (
+        "paired", "triple", "lines", "ticket", "promoted_loss", "feed_along_k", "memory", "copy", "scaled",
+        "scaled_column",
+    ),
+    portable.Costs: ("across_loss", "beside_memory"),
+    one_tile.Costs: ("clusters_of_4", "clusters_of_8", "memory"),
+}  # fmt: skip
 #: Seconds that an empty kernel takes by the clock where the constants' launches were measured. Another machine's clock
 #: may add more: what its record says of an empty kernel beyond this is taken off.
 EMPTY = 3.1e-6
@@ -51,63 +59,11 @@ ROUNDS, STEPS = 25, (0.15, 0.05, 0.02)
 GAIN = 1e-4
 #: Candidates that the model puts so near one another are as good as drawn by lot.
 LOT = 0.01
-KINDS = ("static", "dynamic", "stream_k")
-
-
-class Way(NamedTuple):
-    """What the model needs of a candidate; ``realigned``: the operands that are copied before."""
-
-    realigned: str
-    facts: TileFacts
-    swap_ab: bool
-    cut: Cut
-
-
-class Measured(NamedTuple):
-    """The candidates of a problem: what the model needs of each, and seconds."""
-
-    problem: Problem
-    device: DeviceProperties
-    candidates: list[Way]
-    seconds: np.ndarray
-
-    def expected(self, costs: Costs) -> np.ndarray:
-        """Seconds by the model."""
-        models = {
-            operands: (Model(realign.realigned(self.problem, operands), self.device, costs),
-                       realign.seconds(self.problem, self.device, operands, costs))
-            for operands in {way.realigned for way in self.candidates}
-        }  # fmt: skip
-        found = []
-        for operands, *way in self.candidates:
-            model, before = models[operands]
-            found.append(before + model.seconds(*way))
-        return np.array(found)
 
 
 def device_of(data: Data) -> DeviceProperties | None:
     """The device of a record; None: one whose kernels the model does not cost."""
     return next((named(name) for name in ("h100", "h200") if name.upper() in data["device"]), None)
-
-
-def of_problem(drawn: Draw, device: DeviceProperties, seconds: dict[str, float] | None = None) -> Measured:
-    """A problem's candidates, those of ``seconds`` by their keys, or all."""
-    problem = planned(drawn, device).problem
-
-    def make(left: Problem, forced: Forced, operands: str, before: float) -> Iterator[Candidate]:
-        return hopper.candidates(
-            left, device, device.workers, kinds=KINDS, forced=forced, realigned=operands, before=before
-        )
-
-    found, taken = [], []
-    may = not realign.refusal(problem, device)
-    for one in realign.candidates(problem, device, FREE, make) if may else ():
-        rows, columns = one.block[1::-1] if one.swap_ab else one.block[:2]
-        tile = next(row for row in hopper.TILES if row[:3] == (one.variant, rows, columns))
-        if seconds is None or (key := key_of(one)) in seconds:
-            found.append(Way(one.realigned, hopper.facts_of(problem, device, tile), one.swap_ab, Cut.of(one.schedule)))
-            taken.append(math.nan if seconds is None else seconds[key])
-    return Measured(problem, device, found, np.array(taken))
 
 
 def sweeps(records: Iterable[Data]) -> list[Measured]:
@@ -118,40 +74,58 @@ def sweeps(records: Iterable[Data]) -> list[Measured]:
         late = 1e-6 * data["empty_us"]["eager"] - EMPTY
         for row in () if device is None else data["rows"]:
             seconds = {key: 1e-6 * us - late for key, _, us in row["plans"]}
-            found.append(of_problem(Draw(*row["problem"]), device, seconds))
-    return [one for one in found if len(one.candidates) > 1]
+            found.append(of_problem(Draw(*row["problem"]), device, by_keys(seconds)))
+    return [one for one in found if one.count > 1]
+
+
+def of_model(problems: Iterable[Measured], name: str) -> list[Model]:
+    """The candidates of one model, of the problems with two at least."""
+    found = (one.models[name] for one in problems if name in one.models)
+    return [one for one in found if len(one.seconds) > 1]
 
 
 # What is minimised ----------------------------------------------------------------------------------------------------
 
 
-def residuals(costs: Costs, problems: Sequence[Measured]) -> np.ndarray:
-    """Of each candidate of each problem, weighted; each problem counts the same."""
+def weight(one: Model) -> float:
+    """What a problem counts: the less, the slower the model's own best is beside another model's."""
+    return float((one.seconds.min() / one.best) ** NEAR)
+
+
+def residuals(costs: Any, problems: Sequence[Model]) -> np.ndarray:
+    """Of each candidate of each problem, weighted; but for `weight` each problem counts the same."""
     parts = []
     for one in problems:
         weights = (one.seconds / one.seconds.min()) ** NEAR
-        parts.append(weights / np.sqrt((weights**2).sum()) * np.log(one.expected(costs) / one.seconds))
+        share = weight(one) * weights / np.sqrt((weights**2).sum())
+        parts.append(share * np.log(one.expected(costs) / one.seconds))
     return np.concatenate(parts)
 
 
-def shares(costs: Costs, problems: Sequence[Measured]) -> np.ndarray:
-    """Of each problem: the best candidate's time / that of the model's choice."""
-    return np.array([one.seconds.min() / one.seconds[one.expected(costs).argmin()] for one in problems])
+def error(costs: Any, problems: Sequence[Model]) -> float:
+    """How far a model is off: the root mean square of the logarithm."""
+    counted = sum(weight(one) ** 2 for one in problems)
+    return float(np.sqrt((residuals(costs, problems) ** 2).sum() / counted))
 
 
-def lost(costs: Costs, problems: Sequence[Measured]) -> float:
+def shares(constants: Constants, problems: Sequence[Measured]) -> np.ndarray:
+    """Of each problem: the best candidate's time / that of the choice among the candidates of all models."""
+    return np.array([one.best / one.chosen(constants) for one in problems])
+
+
+def lost(costs: Any, problems: Sequence[Model]) -> float:
     """The mean logarithm of what choices lose, where candidates within `LOT` are drawn by lot; and of the residuals."""
     found = []
     for one in problems:
         expected = np.log(one.expected(costs))
         chances = np.exp(-(expected - expected.min()) / LOT)
-        found.append((chances / chances.sum()) @ np.log(one.seconds / one.seconds.min()))
-    return float(np.mean(found)) + 0.05 * float(np.sqrt((residuals(costs, problems) ** 2).sum() / len(problems)))
+        found.append(weight(one) * (chances / chances.sum()) @ np.log(one.seconds / one.seconds.min()))
+    return float(np.sum(found)) / sum(map(weight, problems)) + 0.05 * error(costs, problems)
 
 
-def fit(problems: Sequence[Measured], start: Costs, names: Sequence[str] = ()) -> Costs:
+def fit(problems: Sequence[Model], start: Costs, names: Sequence[str] = ()) -> Costs:
     """The constants that suit some problems best, from ``start`` on; those of ``names``, or all but `HELD`."""
-    names = names or [field.name for field in dataclasses.fields(Costs) if field.name not in HELD]
+    names = names or [field.name for field in dataclasses.fields(start) if field.name not in HELD[type(start)]]
 
     def at(logs: np.ndarray) -> Costs:
         changed = {name: getattr(start, name) * math.exp(log) for name, log in zip(names, logs, strict=True)}
@@ -186,22 +160,24 @@ def fit(problems: Sequence[Measured], start: Costs, names: Sequence[str] = ()) -
 # Told -----------------------------------------------------------------------------------------------------------------
 
 
-def told(costs: Costs, problems: Sequence[Measured]) -> str:
-    """What the model's choices reach of the best, in a line."""
-    found, far = shares(costs, problems), residuals(costs, problems)
-    mean, error = float(np.exp(np.log(found).mean())), float(np.sqrt((far**2).sum() / len(problems)))
+def told(constants: Constants, problems: Sequence[Measured]) -> str:
+    """What the choices reach of the best, and how far each model is off, in a line."""
+    found = shares(constants, problems)
+    of_models = {name: some for name in Constants._fields if (some := of_model(problems, name))}
+    off = ", ".join(f"{name} {error(getattr(constants, name), some):.1%}" for name, some in of_models.items())
     return (
-        f"{len(problems)} problems: {mean:.4f} of the best candidates, the worst {found.min():.3f}; off by {error:.1%}"
+        f"{len(problems)} problems: {np.exp(np.log(found).mean()):.4f} of the best candidates, "
+        f"the worst {found.min():.3f}; off by {off}"
     )
 
 
 def text_of(costs: Costs, start: Costs) -> str:
     """The constants that are not those of ``start``, as source."""
     changed = [
-        f"{field.name}={getattr(costs, field.name):.4g}" for field in dataclasses.fields(Costs)
+        f"{field.name}={getattr(costs, field.name):.4g}" for field in dataclasses.fields(start)
         if getattr(costs, field.name) != getattr(start, field.name)
     ]  # fmt: skip
-    return f"Costs({', '.join(changed)})"
+    return f"{type(costs).__module__.rpartition('.')[2]}.Costs({', '.join(changed)})"
 
 
 def main(arguments: list[str]) -> None:
@@ -212,10 +188,13 @@ def main(arguments: list[str]) -> None:
     if device is None:
         raise SystemExit("name sweeps of one device, an H100 or H200: python benchmarks/run.py gemm fit RECORD...")
     others = sweeps(load(Path(name)) for name in beside.split())
-    problems, start = sweeps(data), costs_of(device)
-    found = fit(problems, start)
-    for what, costs in (("as it was", start), ("fitted", found)):
-        print(f"{what}, {told(costs, problems)}")
+    problems, start = sweeps(data), constants_of(device)
+    some = {name: of_model(problems, name) for name in Constants._fields}
+    found = start._replace(**{name: fit(of, getattr(start, name)) for name, of in some.items() if of})
+    for what, constants in (("as it was", start), ("fitted", found)):
+        print(f"{what}, {told(constants, problems)}")
         if others:
-            print(f"{what}, not fitted to, {told(costs, others)}")
-    print(text_of(found, start))
+            print(f"{what}, not fitted to, {told(constants, others)}")
+    for name, of in some.items():
+        if of:
+            print(text_of(getattr(found, name), getattr(start, name)))

@@ -1,15 +1,16 @@
-"""Every candidate of drawn problems, measured: what the cost model is fitted to, and what the plan's choice costs."""
+"""Every candidate of drawn problems, measured: what cost models are fitted to, and what the plan's choice costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from benchmarks.gemm.bench import Bench, Row, every_plan, rounded
 from benchmarks.gemm.board import checked, operands, peer, tell
-from benchmarks.gemm.draw import Draw, fit_draws
+from benchmarks.gemm.draw import Draw, fit_draws, small_draws
 from benchmarks.gemm.plans import key_of, planned
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import refuse_impossible
@@ -17,17 +18,27 @@ from benchmarks.report import gemm_random
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.ops import gpu
+from tilestream.plan.candidate import ONE_TILE
 
 #: Rounds of all candidates of a problem; problems of a sweep, where no other number is given.
 ROUNDS, COUNT = 7, 64
+#: How many times as long as the best of all a model's best may be expected to take.
+FAR = 2.0
+#: What the names of `small_draws` begin with.
+SMALL = "small:"
 
 
 def sweep(bench: Bench) -> None:
-    """The problems of ``--shapes``, or of ``--seed``, counted from `FITTED_FROM`; those of ``--resume`` left out."""
+    """The problems of ``--shapes``, or of ``--seed``, counted from `FITTED_FROM`; those of ``--resume`` left out.
+
+    ``--small``: problems of few operations, to which the portable kernels' models are fitted.
+    """
     seed, count, shapes = bench.options.seed, bench.options.count or COUNT, bench.options.shapes
-    names = shapes.split(",") if shapes else [f"{seed}:{count}:{number}" for number in range(count)]
+    small = SMALL if bench.options.small else ""
+    names = shapes.split(",") if shapes else [f"{small}{seed}:{count}:{number}" for number in range(count)]
     every = {problem.small() if bench.dry else problem: name for name, problem in zip(names, named(names), strict=True)}
-    record = bench.gemm_record(f"sweep_{'shapes' if shapes else seed}", seed=seed, dtype="as drawn", planned=len(every))
+    which = "shapes" if shapes else f"{'small_' if small else ''}{seed}"
+    record = bench.gemm_record(f"sweep_{which}", seed=seed, dtype="as drawn", planned=len(every))
     left = bench.unmeasured(record, every)
     bench.compile_ahead("sweep", left.values())
     try:
@@ -37,24 +48,40 @@ def sweep(bench: Bench) -> None:
 
 
 def named(names: Iterable[str]) -> list[Draw]:
-    """Problems by name: ``"MxNxK"``, or a seed, how many it draws, and the number of one of them: ``"1:64:0"``."""
+    """Problems by name.
+
+    ``"MxNxK"``; or a seed, how many it draws, and the number of one of them: ``"1:64:0"``, and ``"small:1:64:0"``.
+    """
     found = []
     for name in names:
         if "x" in name:
             found.append(Draw(*map(int, name.split("x"))))
         else:
-            seed, count, number = map(int, name.split(":"))
-            found.append(fit_draws(seed, count)[number])
+            seed, count, number = map(int, name.removeprefix(SMALL).split(":"))
+            drawn = small_draws if name.startswith(SMALL) else fit_draws
+            found.append(drawn(seed, count)[number])
     return found
 
 
 def candidates(problem: Draw, device: str | DeviceProperties, within: float) -> list[Any]:
-    """The plan's choice, and the other plans of the search space; one of each key."""
+    """The plan's choice, and the other plans of the search space; one of each key.
+
+    Each cost model is fitted to its own candidates, so ``within`` is beside the best of these, unless that is expected
+    to take `FAR` times as long as the best of all.
+    """
     own = planned(problem, device)
-    found = {key_of(own): own}
-    for plan in every_plan(own.problem, own.device, within):
-        found.setdefault(key_of(plan), plan)
+    found, best = {key_of(own): own}, {model_of(own): own.predicted}
+    plans = sorted(every_plan(own.problem, own.device), key=attrgetter("predicted"))
+    for plan in plans:
+        least = best.setdefault(model_of(plan), plan.predicted)
+        if plan.predicted <= within * least and least <= FAR * plans[0].predicted:
+            found.setdefault(key_of(plan), plan)
     return list(found.values())
+
+
+def model_of(plan: Any) -> tuple[str, bool]:
+    """The cost model that expects a plan's time."""
+    return plan.backend, plan.variant == ONE_TILE
 
 
 def compile_plan(problem: Draw, plan: Any, device: DeviceProperties) -> None:

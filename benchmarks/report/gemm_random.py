@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.core.records import Data, Row, records
-from benchmarks.gemm.draw import CLASSES, SHARES
+from benchmarks.gemm.draw import CLASSES, ROWS, SHARES
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import cell, columns, geomean, incomplete, table, verdict
 
@@ -65,16 +65,17 @@ def sweep(data: Data) -> list[str]:
     """What the plan's choices reach of the best of its own candidates: those of then, and of the model of today."""
     from benchmarks.gemm import fit  # imports torch
 
-    device, lines = fit.device_of(data), []
-    kinds = {"all": data["rows"]} | {kind: [row for row in data["rows"] if row["kind"] == kind] for kind in SHARES}
+    device, lines, names = fit.device_of(data), [], dict.fromkeys((*ROWS.values(), *SHARES))
+    kinds = {"all": data["rows"]} | {kind: [row for row in data["rows"] if row["kind"] == kind] for kind in names}
     for name, rows in kinds.items():
         if rows:
-            today = [] if device is None else fit.shares(fit.costs_of(device), fit.sweeps([{**data, "rows": rows}]))
+            today = [] if device is None else fit.shares(fit.constants_of(device), fit.sweeps([{**data, "rows": rows}]))
             told = [row["of_best"] for row in rows], list(today)
             figures = [cell(of(shares) if shares else None) for shares in told for of in (geomean, min)]
             lines.append([name, str(len(rows)), *figures])
     plans = sum(len(row["plans"]) for row in data["rows"])
-    which = "Chosen problems" if data["stem"].endswith("shapes") else f"Seed {data['seed']} of the sweeps"
+    small = ", small problems" * ("_small_" in data["stem"])
+    which = "Chosen problems" if data["stem"].endswith("shapes") else f"Seed {data['seed']} of the sweeps{small}"
     return [
         NOTES.of(data, "sweep", which=which, plans=plans),
         *incomplete(data),
