@@ -1,7 +1,8 @@
-"""What the hardware counts in a GEMM of ours and in cuBLAS's: bytes from memory and through L2, units busy, by ``ncu``.
+"""What the hardware counts in a GEMM of ours and in torch's: bytes from memory and through L2, units busy, by ``ncu``.
 
-Of the shapes where cuBLAS is ahead. The section runs itself under Nsight Compute, clocks as they are; of each call the
-largest kernel counts, and the time of all kernels that it launched.
+By default of the suite's shapes where cuBLAS is ahead; with ``--shapes board`` of the worst problems of the published
+boards, by their records; or of problems by name, as `named` knows them. The section runs itself under Nsight Compute,
+clocks as they are; of each call the largest kernel counts, and the time of all kernels that it launched.
 """
 
 from __future__ import annotations
@@ -11,18 +12,26 @@ import io
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tilestream as ts
+from benchmarks.core.paths import RESULTS
 from benchmarks.core.paths import command as command_of
+from benchmarks.core.records import folder_of, load
 from benchmarks.core.session import Session
-from benchmarks.gemm.bench import operands
-from benchmarks.gemm.shapes import parse
+from benchmarks.core.timing import Call
+from benchmarks.gemm.board import COUNT, operands, peer
+from benchmarks.gemm.draw import PUBLISHED, Draw, draws
 
 SHAPES = "256x4096x14336,64x10240x8192,256x10240x8192,256x57344x8192,1x28672x4096,16x28672x4096"
+#: What ``--shapes`` is for the worst problems of the boards; how many of each these are, and below which ratio.
+BOARD, WORST, BELOW = "board", 8, 0.9
+#: The kernels that a product of ours launches. cuBLAS's have longer names, and a reduction's behind split K.
+OURS = frozenset({"gemm", "one_tile", "realign"})
 #: ncu's metrics, by their names in the record. Percentages are of the sustained peak.
 METRICS = {
     "us": "gpu__time_duration.sum",
@@ -42,23 +51,55 @@ _SCALES = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "nsecond": 1e-3, "usecond": 1.0, "m
            "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}  # fmt: skip
 
 
+def named(name: str) -> Draw:
+    """A problem by name: ``"MxNxK"``, a Linear's in bfloat16; or a board's: seed, how many, and which: "1:200:17"."""
+    if "x" in name:
+        return Draw(*map(int, name.split("x")))
+    seed, count, number = map(int, name.split(":"))
+    return draws(seed, count)[number]
+
+
+def worst(folders: Iterable[Path]) -> list[str]:
+    """The names of the worst problems of the published boards, by their records in the first folder that has any."""
+    for folder in folders:
+        found = []
+        for path in (folder / f"gemm_random_{seed}.json" for seed in PUBLISHED):
+            if not path.exists():
+                continue
+            data = load(path)
+            count = data.get("planned") or COUNT
+            numbers = {str(problem): number for number, problem in enumerate(draws(data["seed"], count))}
+            behind = sorted((row for row in data["rows"] if row["ratio"] < BELOW), key=lambda row: row["ratio"])
+            found += [f"{data['seed']}:{count}:{numbers[row['shape']]}" for row in behind[:WORST]]
+        if found:
+            return found
+    raise FileNotFoundError(
+        f"--shapes {BOARD}: no gemm_random_{{1,2}}.json of this device with a ratio below {BELOW}: run gemm random"
+    )
+
+
+def calls_of(problem: Draw, device: str) -> dict[str, Call]:
+    """Our call and torch's, on the same operands."""
+    a, b, given = operands(problem, device)
+    return {"ours": lambda: ts.matmul(a, b, **given), "cublas": peer(a, b, given)}
+
+
 def under_ncu(arguments: list[str]) -> None:
-    """The process that ncu watches: each shape by ours and by cuBLAS, operands out of L2, a range each."""
+    """The process that ncu watches: a problem by ours and by torch, operands out of L2, a range each."""
+    torch.set_grad_enabled(False)
     flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
-    for shape in parse(arguments[0]):
-        a, w = operands(shape, "cuda")
-        b = w.t()
-        for name, call in (("ours", lambda: ts.mm(a, b)), ("cublas", lambda: torch.mm(a, b))):  # noqa: B023
-            for _ in range(3):
-                call()
-            flush.zero_()
-            torch.cuda.synchronize()
-            torch.cuda.nvtx.range_push(f"{shape.m}x{shape.n}x{shape.k} {name}")
-            torch.cuda.profiler.start()
+    problem = named(arguments[0])
+    for name, call in calls_of(problem, "cuda").items():
+        for _ in range(3):
             call()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
-            torch.cuda.nvtx.range_pop()
+        flush.zero_()
+        torch.cuda.synchronize()
+        torch.cuda.nvtx.range_push(f"{problem} {name}")
+        torch.cuda.profiler.start()
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        torch.cuda.nvtx.range_pop()
 
 
 def counted(text: str) -> list[dict[str, Any]]:
@@ -82,26 +123,26 @@ def counted(text: str) -> list[dict[str, Any]]:
     return list(launches.values())
 
 
-def profiled(shape: str, folder: Path) -> list[dict[str, Any]]:
-    """Each launch of one shape, ours first."""
+def profiled(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Each launch of a problem, ours first."""
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     command = [
         ncu, "--csv", "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none",
         "--metrics", ",".join(METRICS.values()),
-        *command_of("gemm", "_ncu", shape),
+        *command_of("gemm", "_ncu", name),
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ))
-    (folder / f"ncu_{shape}.log").write_text(run.stdout + run.stderr, encoding="utf-8")
+    (folder / f"ncu_{name.replace(':', '_')}.log").write_text(run.stdout + run.stderr, encoding="utf-8")
     return counted(run.stdout)
 
 
 def is_ours(kernel: str) -> bool:
-    """Whether a kernel of that name is ours: cuBLAS's have longer names, and a reduction's behind split K."""
-    return kernel.split("(")[0].strip() in ("gemm", "portable_gemm")
+    """Whether a kernel of that name is one of `OURS`."""
+    return kernel.split("(")[0].strip() in OURS
 
 
 def row_of(shape: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """A shape's row: of each side the largest launch, and the microseconds of all."""
+    """A problem's row: of each side the largest launch, and the microseconds of all."""
     row: dict[str, Any] = {"shape": shape}
     for name, mine in (("ours", True), ("cublas", False)):
         of = [launch for launch in launches if is_ours(launch["kernel"]) == mine]
@@ -116,10 +157,21 @@ def row_of(shape: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def counters(session: Session) -> None:
-    record = session.record("gemm_counters", metrics=METRICS)
-    for shape in (session.options.shapes or SHAPES).split(","):
-        try:
-            record.rows.append(row_of(shape, profiled(shape, record.path.parent)))
-        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-            record.fail(f"{shape}: {error}")
-        record.write()
+    """The problems of ``--shapes``; a board's have a record of their own."""
+    given = session.options.shapes or SHAPES
+    if given == BOARD:
+        folder = folder_of(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")
+        names = worst(results / folder for results in (session.out, RESULTS))
+    else:
+        names = given.split(",")
+    of_board = any(":" in name for name in names)
+    record = session.record(
+        "gemm_counters_board" if of_board else "gemm_counters", metrics=METRICS, planned=len(names),
+        **({"dtype": "as drawn"} if of_board else {}),
+    )  # fmt: skip
+
+    def measure(name: str) -> dict[str, Any]:
+        shape = str(named(name)) if ":" in name else name
+        return row_of(shape, profiled(name, record.path.parent))
+
+    session.rows(record, names, measure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.core.records import Data, Row
@@ -31,18 +32,25 @@ def losses(data: Data, counters: Data) -> list[str]:
 
 def counted(data: Data) -> list[str]:
     """What the hardware counted in some of them, ours above cuBLAS's."""
-    head = ["M x N x K", "", "us", "read, MB", "TB/s", "of memory", "through L2, MB", "hits", "SMs busy", "issue"]
+    return [NOTES("counters", device=data["device"], commit=data["commit"]), readings(data["rows"], "M x N x K")]
+
+
+def readings(rows: Iterable[Row], what: str, peer: str = "cuBLAS") -> str:
+    """A table of counters, ours above the peer's; where a call has several kernels, with the microseconds of all."""
+    head = [what, "", "us", "read, MB", "TB/s", "of memory", "through L2, MB", "hits", "SMs busy", "issue"]
     lines = []
-    for row in data["rows"]:
-        for name, peer in (("ours", "ours"), ("cublas", "cuBLAS")):
+    for row in rows:
+        for name, side in (("ours", "ours"), ("cublas", peer)):
             found = row[name]
+            more = f" of {found['us of all']:.1f}" if found["launches"] > 1 else ""
             lines.append([
-                row["shape"] if name == "ours" else "", peer, f"{found['us']:.1f}", f"{found['dram read'] / 1e6:.0f}",
-                f"{found['dram read'] / found['us'] * 1e-6:.2f}", f"{found['dram %']:.0f}%",
+                row["shape"] if name == "ours" else "", side, f"{found['us']:.1f}{more}",
+                f"{found['dram read'] / 1e6:.0f}", f"{found['dram read'] / found['us'] * 1e-6:.2f}",
+                f"{found['dram %']:.0f}%",
                 f"{found['l2 read'] / 1e6:.0f}", f"{found['l2 hit %']:.0f}%", f"{found['sm active %']:.0f}%",
                 f"{found['issue %']:.0f}%",
             ])  # fmt: skip
-    return [NOTES("counters", device=data["device"], commit=data["commit"]), table(head, lines)]
+    return table(head, lines)
 
 
 def why(row: Row, data: Data) -> str:

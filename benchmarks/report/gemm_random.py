@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.core.records import Data, Row, records
 from benchmarks.gemm.draw import CLASSES, ROWS, SHARES
+from benchmarks.report import gemm_losses
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import cell, columns, geomean, incomplete, table, verdict
 
@@ -17,7 +18,14 @@ SHOWN = 20
 
 
 def page(results: Path) -> list[str]:
-    parts = NOTES.page(SECTIONS, lambda name: records(results, f"gemm_{name}_*"))
+    def found(name: str) -> list[Data]:
+        rows = records(results, f"gemm_{name}_*")
+        for data in rows if name == "random" else ():
+            of_device = (one for one in records(results, "gemm_counters_board") if one["folder"] == data["folder"])
+            data["counters"] = next(of_device, None)
+        return rows
+
+    parts = NOTES.page(SECTIONS, found)
     return parts if len(parts) > 1 else [*parts, NOTES("none")]
 
 
@@ -48,7 +56,18 @@ def board(data: Data) -> list[str]:
             "problem": "{shape}", "ratio": "{ratio:.3f}", "torch, us": "{us[torch]:.1f}", "ours, us": "{us[ours]:.1f}",
             "expected, us": "{expected_us:.1f}", "plan": "{plan}", "why": "{why}",
         }),
+        *readings(rows, data.get("counters")),
     ]  # fmt: skip
+
+
+def readings(rows: Sequence[Row], counters: Data | None) -> list[str]:
+    """What the hardware counted in a board's ``rows``; empty where none of them was counted."""
+    shapes = {row["shape"] for row in rows}
+    found = [] if counters is None else [row for row in counters["rows"] if row["shape"] in shapes]
+    if counters is None or not found:
+        return []
+    said = NOTES("counters", device=counters["device"], commit=counters["commit"], date=counters["date"])
+    return [said, gemm_losses.readings(found, "problem", "torch")]
 
 
 def _of(name: str, rows: Sequence[Row]) -> list[str]:
@@ -62,7 +81,7 @@ def _of(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def sweep(data: Data) -> list[str]:
-    """What the plan's choices reach of the best of its own candidates: those of then, and of the model of today."""
+    """What the plan's choices reach of the best of the candidates: those of then, and of the models of today."""
     from benchmarks.gemm import fit  # imports torch
 
     device, lines, names = fit.device_of(data), [], dict.fromkeys((*ROWS.values(), *SHARES))

@@ -12,6 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.core.records import text_of
+from benchmarks.core.section import sections
+from benchmarks.core.session import Session
 from benchmarks.gemm import (
     bench,
     compiling,
@@ -24,11 +27,16 @@ from benchmarks.gemm import (
     search,
     shapes,
 )
-from benchmarks.report import gemm
+from benchmarks.report import gemm, pages
 from benchmarks.report import gemm_losses as losses
 from benchmarks.report import grouped as report_grouped
+from board_records import board_record, written
 
 import tilestream as ts
+from benchmarks import run
+from tilestream.launch.hopper import arguments as hopper_arguments
+from tilestream.launch.hopper import realign_launch
+from tilestream.launch.portable import arguments as portable_arguments
 from tilestream.plan import DeviceProperties
 
 ROOT = Path(__file__).parents[2]
@@ -339,6 +347,64 @@ def test_what_ncu_says_is_read() -> None:
         counters.row_of("1x2x3", counters.counted("\n".join([head, text.splitlines()[2]])))
     with pytest.raises(RuntimeError, match="ncu says nothing"):
         counters.counted("no such program")
+
+
+def test_the_kernels_of_a_product_are_ours() -> None:
+    products = (hopper_arguments.gemm, portable_arguments.gemm, portable_arguments.one_tile, realign_launch.realign)
+    assert {kernel.__name__ for kernel in products} == counters.OURS
+    assert counters.is_ours("one_tile (132, 1, 1)x(128, 1, 1)")
+    assert not any(map(counters.is_ours, ("nvjet_tst_gemm", "splitKreduce_kernel", "void gemm<float>(int)")))
+
+
+@pytest.mark.parametrize("name", ["5x7x9", "1:200:27", "1:200:56"])
+def test_counters_are_of_a_product_and_of_the_same_by_torch(name) -> None:
+    problem = counters.named(name).small()._replace(dtype="float16")
+    calls = counters.calls_of(problem, "cpu")
+    torch.testing.assert_close(calls["ours"](), calls["cublas"](), rtol=1e-2, atol=1e-2)
+
+
+def of_ncu(*launches: tuple[str, float]) -> str:
+    """What ncu says of launches."""
+    lines = ['"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+    for number, (kernel, us) in enumerate(launches):
+        for metric in counters.METRICS.values():
+            lines.append(f'"{number}","{kernel}","{metric}","us","{us if "duration" in metric else 1}"')  # noqa: PERF401
+    return "\n".join(lines)
+
+
+def test_counters_of_the_worst_problems_of_the_boards_stand_beside_them(results, monkeypatch) -> None:
+    record = board_record()
+    ranked = sorted(record["rows"], key=lambda row: row["ratio"])
+    (path,) = written(results, record)
+    assert len(counters.worst([path.parent])) == sum(row["ratio"] < counters.BELOW for row in ranked) == 1
+    monkeypatch.setattr(counters, "BELOW", 9.0)
+    names = counters.worst([results / "h200", path.parent])
+    assert [str(counters.named(name)) for name in names] == [row["shape"] for row in ranked][: counters.WORST]
+    assert all(name.startswith("1:30:") for name in names)
+    with pytest.raises(FileNotFoundError, match="run gemm random"):
+        counters.worst([results / "h200"])
+
+    def ncu(command, **how):
+        assert command[-3:-1] == ["gemm", "_ncu"]
+        said = of_ncu(("one_tile", 5), ("nvjet_tst", 3)) if command[-1] != names[1] else "no such counter"
+        if command[-1] == names[0]:
+            said = of_ncu(("realign", 2), ("gemm", 5), ("splitk", 1), ("nvjet_tst", 3))
+        return SimpleNamespace(stdout=said, stderr="")
+
+    monkeypatch.setattr(counters, "subprocess", SimpleNamespace(run=ncu))
+    monkeypatch.setattr(counters, "folder_of", lambda device: "h100")
+    session = Session(run.options("gemm", "counters", str(results), "--shapes", "board"))
+    assert session.run(sections("gemm"), ["counters"]) == 1, "one of them failed"
+    found = json.loads((results / "no_gpu" / "gemm_counters_board.json").read_text(encoding="utf-8"))
+    assert [row["shape"] for row in found["rows"]] == [row["shape"] for row in (ranked[0], *ranked[2 : len(names)])]
+    assert [failure["what"] for failure in found["failures"]] == [names[1]]
+    assert "**What `ncu` counts" not in pages.text("gemm_random", results)
+    (path.parent / "gemm_counters_board.json").write_text(text_of(found), encoding="utf-8")
+    text = pages.text("gemm_random", results).replace("`", "")
+    assert "What ncu counts in the worst of these" in text
+    assert f"| {ranked[0]['shape']} | ours | 5.0 of 7.0 |" in text
+    assert "|  | torch | 3.0 of 4.0 |" in text
+    assert f"| {ranked[2]['shape']} | ours | 5.0 |" in text
 
 
 def test_a_dry_run_writes_records_that_can_be_rendered(results: Path) -> None:
