@@ -66,7 +66,7 @@ def readings(rows: Sequence[Row], counters: Data | None) -> list[str]:
     found = [] if counters is None else [row for row in counters["rows"] if row["shape"] in shapes]
     if counters is None or not found:
         return []
-    said = NOTES("counters", device=counters["device"], commit=counters["commit"], date=counters["date"])
+    said = NOTES("counters of the worst", device=counters["device"], commit=counters["commit"], date=counters["date"])
     return [said, gemm_losses.readings(found, "problem", "torch")]
 
 
