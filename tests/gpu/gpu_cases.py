@@ -19,7 +19,7 @@ from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import hopper
-from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.plan.problem import Incoming, Problem, dtype_name, vector_of
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = FP8 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -195,7 +195,7 @@ class Case:
             self.m, self.n, self.k, self.batch or 1, dtype_name(self.dtype), dtype_name(self.result),
             *(Incoming(chunks_of(bounds), self.pivot) if bounds else None for bounds in (self.rows, self.columns)),
             shared_rows=self.batch > 1 and a.stride(0) == 0, aligned=all(map(_is_aligned, (a, b))),
-            no_tma=no_tma[0] or no_tma[1], not_by_tma=tma.which(*no_tma),
+            vectors=(_vector_of(a), _vector_of(b)), no_tma=no_tma[0] or no_tma[1], not_by_tma=tma.which(*no_tma),
             plain=self.backend is not None or (plain and gpu._by_tma(out, layout)),
             b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "", scales=self.scales,
             fast_accum=self.fast_accum or not self.fp8, tf32=self.tf32 or self.forced_tf32,
@@ -235,10 +235,14 @@ class Case:
         )  # fmt: skip
 
 
-def _is_aligned(x: torch.Tensor) -> bool:
+def _is_aligned(x: torch.Tensor, width: int = 16) -> bool:
     batch, *strides = gpu._strides(x)
     rows, columns = x.shape[-2:]
-    return is_aligned((rows, columns), tuple(strides), batch, x.storage_offset() * x.itemsize)
+    return is_aligned((rows, columns), tuple(strides), batch, x.storage_offset() * x.itemsize, width)
+
+
+def _vector_of(x: torch.Tensor) -> int:
+    return vector_of(x.itemsize, lambda width: _is_aligned(x, width))
 
 
 def _short(value: Any) -> str:
