@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
@@ -30,19 +32,60 @@ from hopper_cases import hopper_case
 
 from mutants.engine import load
 from mutants.sanitized import GEMM, SanitizedKernel
+from tilestream.plan.policy import hopper
 
 #: Seconds after which a launch is taken to hang: they take under one.
 HANGS = 60.0
 
-#: The smallest tile of each variant, more items than a ring has slots, more K steps than it has stages.
+#: Tiles that no plan has: of those that plans have a sanitized kernel takes too long to compile.
+SMALL = {"TRIPLE": (hopper.Tile("triple", 192, 32),), "PAIRED": (hopper.Tile("paired", 256, 32),)}
+#: The smallest tile of each variant, more items than a ring has slots, more K steps than it has stages. Three consumers
+#: without C buffers: with them the sanitizer has more than 16 buffers, and is compiled for four times as long.
 CASES = {
-    case.variant: replace(case, schedule="static", stages=2, workers=1, layout="nt")
+    case.variant: replace(case, schedule="static", stages=2, workers=2 if case.variant == "paired" else 1, layout="nt")
     for case in (
         hopper_case(187, 32, 400, "single", (64, 32)),
         hopper_case(379, 16, 400, "cooperative", (128, 16)),
         hopper_case(187, 128, 200, "ping_pong", (64, 128)),
+        hopper_case(563, 32, 400, "triple", (192, 32), out="odd"),
+        hopper_case(600, 72, 400, "paired", (256, 32)),
     )
 }
+
+
+def plan_of(case: Case, device: Any) -> tuple[Any, Any]:
+    """The plan and the layout of a case, where there are `SMALL` tiles."""
+    with mock.patch.multiple(hopper, **SMALL, _known_ways=hopper.ways):
+        return case.plan(device)
+
+
+@contextlib.contextmanager
+def in_pairs() -> Iterator[None]:
+    """What Triton compiles here is launched in clusters of two CTAs, and rewritten as `multicast` does it.
+
+    That refuses jumps between its marks. The sanitizer writes some there; but each copy is still between its own marks.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from tilestream.launch.hopper import multicast
+
+    make = CUDABackend.make_ptx
+
+    def rewritten(*given: Any) -> str:
+        ptx = make(*given)
+        assert ptx.count("// multicast begins") == ptx.count("// multicast ends") == len(_LOADS.findall(ptx))
+        cluster = r"\1\n.explicitcluster\n.reqnctapercluster 2, 1, 1\n"
+        return re.sub(r"(\.reqntid [^\n]*)\n", cluster, multicast.for_pairs(ptx), count=1)
+
+    with mock.patch.multiple(multicast, _JUMP=re.compile("(?!)")), mock.patch.multiple(CUDABackend, make_ptx=rewritten):
+        yield
+
+
+#: A part between marks that holds one load.
+_LOADS = re.compile(
+    r"// multicast begins\n(?:(?!// multicast|cp\.async\.bulk\.tensor).)*cp\.async\.bulk\.tensor"
+    r"(?:(?!// multicast|cp\.async\.bulk\.tensor).)*// multicast ends", re.DOTALL,
+)  # fmt: skip
 
 
 def descriptor(made: Any, tensor: Any) -> Any:
@@ -60,23 +103,24 @@ def descriptor(made: Any, tensor: Any) -> Any:
 def launch(kernel: Any, filled: tuple[Any, ...], grid: tuple[int, ...], options: dict[str, Any]) -> None:
     """A launch by Triton itself, which gives the sanitizer its memory; returns when it has ended."""
     import torch
-    import triton
 
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    allocate()
     begin = time.monotonic()
     kernel.warmup(*filled, grid=grid, **options)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     if os.environ.get("CONSAN_COMPILE"):
         raise SystemExit(0)
-    with _alone():
-        begin, watch = time.monotonic(), threading.Timer(HANGS, _hangs)
-        watch.start()
-        try:
-            kernel[grid](*filled, **options)
-            torch.cuda.synchronize()
-        finally:
-            watch.cancel()
-        print(f"ran for {time.monotonic() - begin:.0f} s", flush=True)
+    with alone():
+        kernel[grid](*filled, **options)
+        torch.cuda.synchronize()
+
+
+def allocate() -> None:
+    """Give the sanitizer its memory."""
+    import torch
+    import triton
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
 
 
 def _hangs() -> None:
@@ -91,7 +135,7 @@ def run(kernel: Any, case: Case) -> None:
     from tilestream.launch.hopper.arguments import Arguments
     from tilestream.runtime.properties import cuda_properties
 
-    plan, layout = case.plan(cuda_properties())
+    plan, layout = plan_of(case, cuda_properties())
     arguments = Arguments(plan, layout)
     operands, (out, _) = case.operands("cuda"), case.output("cuda")
     a, b = operands["a"], operands["b"]
@@ -99,18 +143,25 @@ def run(kernel: Any, case: Case) -> None:
     parts = (descriptor(part, y) for part in arguments.y)
     maps = (descriptor(arguments.x, x), None, *parts, descriptor(arguments.out, out))
     filled = arguments.fill((*maps, out, *[None] * 9, 0, 0, 1.0, 1.0))
-    launch(kernel, filled, (plan.workers, 1, 1), arguments.options)
+    with in_pairs() if plan.ctas > 1 else contextlib.nullcontext():
+        launch(kernel, filled, (plan.schedule.workers * plan.ctas, 1, 1), arguments.options)
     maths = case.maths(operands)
     if not passes(out, maths.finer(), maths.by_torch()):
         raise SystemExit("a wrong answer")
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Wait for the others that run this: a sanitized kernel has 32 KB of stack a thread, 9 GB in all."""
+def alone(seconds: float = HANGS) -> Iterator[None]:
+    """Wait for the others that run this: a sanitized kernel has 32 KB of stack a thread, 9 GB in all. Then hurry."""
     with (Path(tempfile.gettempdir()) / "tilestream-consan.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        begin, watch = time.monotonic(), threading.Timer(seconds, _hangs)
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+        print(f"ran for {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def main(of: SanitizedKernel, cases: Mapping[str, Any], run: Callable[[Any, Any], None]) -> None:

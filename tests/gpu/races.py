@@ -61,12 +61,13 @@ def handed_over() -> tuple[HandOver, ...]:
     """The item ring's words; of each kernel, what its first warps tell the others to run."""
     import handover
 
-    from tilestream.kernels.hopper import attention, gemm, ring
+    from tilestream.kernels.hopper import attention, gemm, grouped, grouped_sources, ring
 
     moved = {at for one in (*readers(), *steps()) for at, line in _lines(one) if ".load(" not in line}
     moved |= _head(attention.attend)
     found = [HandOver(_where(ring.get, ".load(") | moved, _where(ring.put, ".store("))]
-    for entry in (gemm.gemm, attention.attend, handover.handed):
+    entries = gemm.gemm, grouped.grouped_gemm, grouped_sources.grouped_gemm_by_source, attention.attend
+    for entry in (*entries, handover.handed):
         head = _head(entry)
         # The line before is that of the branch that a kernel's warps may part in alone.
         found.append(HandOver(head, head | _where(entry, "gl.warp_specialize(", 1)))

@@ -1,4 +1,4 @@
-"""The Hopper kernels under compute-sanitizer's tools, each in a process of its own.
+"""The kernels under compute-sanitizer's tools, each in a process of its own.
 
 Racecheck does not follow two kinds of hand-over, and reports them in whatever kernel has them: `races` says which, and
 lets them pass; `handover.py`, a few lines that are right, shows it.
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: Processes of a tool: most of what they do is the host's.
-SHARES = 3
+SHARES = 6
 LIMIT = 540
 
 

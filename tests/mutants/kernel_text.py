@@ -16,6 +16,7 @@ STEPS, STEP = f"{HOPPER}.load:load_steps", f"{HOPPER}.attention_math:math_step"
 
 MODULES = {
     **{name: f"{HOPPER}.{name}" for name in ("gemm", "load", "multiply", "epilogue", "gate", "ring", "pair")},
+    **{name: f"{HOPPER}.{name}" for name in ("grouped", "grouped_sources")},
     **{name: f"{HOPPER}.{name}" for name in ("attention", "attention_convert", "attention_load", "attention_math")},
     **{name: f"{DEVICE}.{name}" for name in ("attention_tile", "items", "softmax")},
     **{name: f"{PORTABLE}.{name}" for name in ("cluster", "one_tile")},

@@ -2,7 +2,9 @@
 
 ConSan judges what happens, in the order in which it happens. So where another wait covers a missing one, it sees none
 (of an empty slot of the item ring, of Q's buffer in attention), and a barrier that counts an arrival too many, or a
-turn that is not handed on, hangs: those are for `mutants.checker`.
+turn that is not handed on, hangs: those are for `mutants.checker`. Its books are of one CTA: of a pair it sees what the
+CTA's own warps do, and not that the other's loads write into this one's stages, which is for
+`tilestream_tools.verify.pair`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ SAYS = {
     "reads": "Buffer being accessed has outstanding reads",
     "writes": "Buffer being accessed has outstanding writes",
     "pending": "Accessing buffer with pending access",
+    "underflow": "Barrier arrive underflow",
 }
 
 
@@ -56,4 +59,8 @@ def _kernel(entry: str, *modules: str) -> SanitizedKernel:
 
 
 GEMM = _kernel("gemm", "ring", "epilogue", "multiply", "load", "gemm")
+GROUPED = _kernel("grouped_gemm", "ring", "epilogue", "multiply", "load", "gemm", "grouped")
+BY_SOURCE = _kernel(
+    "grouped_gemm_by_source", "ring", "epilogue", "multiply", "load", "gemm", "grouped", "grouped_sources"
+)  # fmt: skip
 ATTENTION = _kernel("attend", "ring", "attention_load", "attention_convert", "attention_math", "attention")

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("triton")
 
 from mutants.engine import load
-from mutants.sanitized import ATTENTION, GEMM
+from mutants.sanitized import ATTENTION, BY_SOURCE, GEMM, GROUPED
 
-ROWS = [(kernel, name) for kernel in (GEMM, ATTENTION) for name in ("", *kernel.bugs)]
+ROWS = [(kernel, name) for kernel in (GEMM, GROUPED, BY_SOURCE, ATTENTION) for name in ("", *kernel.bugs)]
 
 
 @pytest.mark.parametrize(("kernel", "name"), ROWS, ids=[f"{kernel.entry} {name}" for kernel, name in ROWS])

@@ -118,7 +118,7 @@ def test_cases_of_the_sanitizer_fill_their_rings(cases):
     import consan_program as program
 
     for case in program.CASES.values():
-        plan, _ = case.plan(cases._ANY)
+        plan, _ = program.plan_of(case, cases._ANY)
         assert plan.stages == 2
         assert plan.schedule.grid.tiles > 2, "more than the item ring has slots"
         assert plan.schedule.grid.k_steps > 3
