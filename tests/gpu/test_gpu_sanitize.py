@@ -24,7 +24,8 @@ from races import races
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+#: What takes longest begins first.
+TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 #: Processes of a tool: most of what they do is the host's.
 SHARES = 6
 LIMIT = 540
