@@ -92,8 +92,23 @@ def _line(key: tuple[str, str], row: Row, found: list[Data]) -> list[str]:
         next((_shown(one["seconds"]) for one in data["rows"] if (one["part"], one["name"]) == key), "")
         for data in found
     ]
-    ended = row["ended"] if row["ended"] == "right" else f"`{row['ended'].replace('|', '/')}`"
-    return [row["name"], row["does"].replace("|", "/"), ended, waits, *seconds]
+    ends = {_kind(row): _ended(row)}
+    for data in found:  # where a device ends otherwise, after its own wait
+        for one in data["rows"]:
+            if (one["part"], one["name"]) == key and (kind := _kind(one)) not in ends:
+                after = f" after {one['within']:g} s" if one["within"] not in (0, row["within"]) else ""
+                ends[kind] = f"{_name(data)}: {_ended(one)}{after}"
+    return [row["name"], row["does"].replace("|", "/"), "; ".join(ends.values()), waits, *seconds]
+
+
+def _kind(row: Row) -> str:
+    """The exception's name, or ``right``."""
+    return str(row["ended"]).partition(":")[0]
+
+
+def _ended(row: Row) -> str:
+    ended = str(row["ended"])
+    return ended if ended == "right" else f"`{ended.replace('|', '/')}`"
 
 
 def _shown(seconds: float) -> str:
@@ -107,9 +122,10 @@ def _name(data: Data) -> str:
 def _made_on(data: Data) -> str:
     failed = "none ended otherwise" if not data["failures"] else f"otherwise ended: {'; '.join(data['failures'])}"
     cores = f" with {data['cores']} cores" if "cores" in data else ""
+    missing = f"; not made: {'; '.join(data['missing'])}" if data.get("missing") else ""
     return (
         f"{_name(data)}: {len(data['rows'])} faults on {data['device']}{cores}, torch {data['torch']}, "
-        f"commit {data['commit']}, {data['date']}; {failed}."
+        f"commit {data['commit']}, {data['date']}; {failed}{missing}."
     )
 
 

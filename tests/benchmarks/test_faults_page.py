@@ -38,6 +38,21 @@ def test_a_device_without_a_row_leaves_its_cell_empty(tmp_path):
     assert "| lost | a / b | `ArrivalTimeout: a/b` | 0.3 s |  | 50.0 ms |" in text
 
 
+def test_a_device_that_ends_otherwise_says_how_and_what_it_could_not_make(tmp_path):
+    about = {"device": "x", "torch": "2", "commit": "c", "date": "d", "failures": []}
+    row = {"part": "ranks", "name": "killed", "does": "a", "within": 0.0, "ended": "GroupBroken: x", "seconds": 0.5}
+    expired = {**row, "ended": "ArrivalTimeout: y", "within": 0.5}
+    alike = {**row, "ended": "GroupBroken: z"}
+    for folder, one, missing in (("cpu", row, []), ("h100", alike, ["ranks: late: needs two"]), ("h200", expired, [])):
+        (tmp_path / folder).mkdir()
+        text = json.dumps({**about, "missing": missing, "rows": [one]})
+        (tmp_path / folder / "faults.json").write_text(text, encoding="utf-8")
+    text = faults.page(tmp_path)
+    assert "| killed | a | `GroupBroken: x`; H200: `ArrivalTimeout: y` after 0.5 s | - |" in text
+    assert "none ended otherwise; not made: ranks: late: needs two." in text
+    assert text.count("not made") == 1
+
+
 def test_runs_by_the_thousand_add_up(tmp_path):
     assert not faults._many(tmp_path)
     about = {"device": "x", "torch": "2", "commit": "c", "date": "d"}

@@ -1,4 +1,7 @@
-"""What ranks do in the tests of faults: make another call, come late, do not come, die, or give invalid arguments."""
+"""What ranks do in the tests of faults: make another call, come late, do not come, die, or give invalid arguments.
+
+``device`` is ``cpu`` or ``cuda``. What is for GPUs runs over gloo where there is none, with the same steps.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,44 @@ from streaming import threads_at_work
 from tilestream import distributed as tsd
 
 
-def differs(rank, world, how):
+def operands(device, rows=0):
+    """A shard and B, both ones: ``rows`` more rows than usual."""
+    shape, columns, dtype = ((256, 256), 256, torch.bfloat16) if device == "cuda" else ((4, 8), 6, torch.float32)
+    where = device if torch.cuda.is_available() else "cpu"
+    a = torch.ones(shape[0] + rows, shape[1], dtype=dtype, device=where)
+    return a, torch.ones(shape[1], columns, dtype=dtype, device=where)
+
+
+def gather(device, deadline=600.0, lacks=False):
+    """The product of all shards of ones. Raises what the call raises, on a GPU what its kernels have reported.
+
+    ``lacks``: the last rank's shard does not come.
+    """
+    a, b = operands(device)
+    out = tsd.all_gather_matmul(a, b, form="fused", deadline=deadline)
+    if out.is_cuda:
+        torch.cuda.synchronize()
+        assert not lacks or out[-len(a) :].isnan().all(), "what did not come is NaN"
+        assert not lacks or out[: len(a)].eq(a.shape[1]).all(), "rank 0's rows have come"
+        ts.check()
+    return out
+
+
+def error_of(device, call):
+    """What a rank's calls raise that others have given up on. On a GPU it may have all parts of the first ones."""
+    for _ in range(3 if device == "cuda" else 1):
+        if (error := raised(call)) != "nothing":
+            return error
+    return "nothing"
+
+
+def differs(rank, world, how, device="cpu"):
     """One rank makes another call: all raise, and the group stays usable."""
+    if device == "cuda":
+        a, b = operands(device, 64 * (rank == 1))
+        text = raised(lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=60))
+        assert multiplies(rank, world, device)
+        return text
     shape, dtype, dim, form = (4, 8), torch.float32, 0, "fused"
     if rank == 1:
         shape = (5, 8) if how == "rows" else shape
@@ -36,10 +75,9 @@ def differs(rank, world, how):
     return text
 
 
-def loses(rank, world, when, folder):
-    """The last rank dies: the others raise before the deadline, and at each later call."""
-    a, b = torch.ones(4, 8), torch.ones(8, 6)
-    tsd.all_gather_matmul(a, b, form="fused")
+def loses(rank, world, when, folder, device="cpu", deadline=600.0):
+    """The last rank dies: the others raise, over gloo before the deadline, and at each later call."""
+    gather(device)
     (Path(folder) / str(rank)).touch()
     if rank == world - 1:
         # Messages that an exiting process has not read reset its peers' connections, and lose what is in flight.
@@ -51,28 +89,31 @@ def loses(rank, world, when, folder):
         threading.Timer(0.3, lambda: os._exit(0)).start()
         time.sleep(600)  # until it ends
     begin = time.monotonic()
-    first = raised(lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=600))
+    first = raised(lambda: gather(device, deadline, lacks=True))
     waited = time.monotonic() - begin
-    second = raised(lambda: tsd.matmul_reduce_scatter(torch.ones(world, 8), b, deadline=600))
+    a, b = operands(device)
+    second = raised(lambda: tsd.matmul_reduce_scatter(a[:1].repeat(world, 1), b, deadline=600))
     return first, second, waited
 
 
-def expires(rank, world, op):
+def expires(rank, world, op, device="cpu"):
     """The last rank does not call: the others give up at the deadline, and name it."""
-    b = torch.ones(8, 6)
+    if device == "cuda":
+        gather(device)  # the first call is collective
+    a, b = operands(device)
     begin = time.monotonic()
     if rank == world - 1:
         hear(*(f"gave up {other}" for other in range(world - 1)))
         # Too late: the others have closed the connections.
-        first = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, form="fused", deadline=600))
+        first = error_of(device, lambda: gather(device))
     elif op == "gather":
-        first = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, form="fused", deadline=0.5))
+        first = raised(lambda: gather(device, 0.5, lacks=True))
     else:
         first = raised(lambda: tsd.matmul_reduce_scatter(torch.ones(world, 8), b, form="fused", deadline=0.5))
     told(f"gave up {rank}")
-    second = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, deadline=600))
+    second = raised(lambda: tsd.all_gather_matmul(a, b, deadline=600))
     alive = [t.name for t in threads_at_work() if t.name.startswith("tilestream")]
-    assert not alive, alive
+    assert not alive or device == "cuda", alive  # a GPU's watch stays
     return first, second, time.monotonic() - begin
 
 
@@ -177,19 +218,19 @@ def refuses(rank, world):
     return True
 
 
-def multiplies(rank, world):
+def multiplies(rank, world, device="cpu"):
     """The group works."""
-    out = tsd.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), form="fused")
-    return tuple(out.shape) == (4 * world, 6) and out.eq(8).all().item()
+    (a, b), out = operands(device), gather(device)
+    return tuple(out.shape) == (world * len(a), b.shape[1]) and out.eq(len(b)).all().item()
 
 
-def comes_late(rank, world, seconds):
+def comes_late(rank, world, seconds, device="cpu"):
     """The last rank calls after so many seconds: all have the product, and how long each waited."""
-    multiplies(rank, world)
+    multiplies(rank, world, device)
     if rank == world - 1:
         time.sleep(seconds)
     begin = time.monotonic()
-    return multiplies(rank, world), time.monotonic() - begin
+    return multiplies(rank, world, device), time.monotonic() - begin
 
 
 def mixture(rank, world):
@@ -199,15 +240,15 @@ def mixture(rank, world):
     return Mixture.random([3] * world, 2, 2 * world).own(rank, world)
 
 
-def stops(rank, world, folder, deadline, op="gather"):
+def stops(rank, world, folder, deadline, op="gather", device="cpu"):
     """The last rank is stopped until the others have given up: they raise at their deadline, that rank after them."""
-    a, b, place = torch.ones(4, 8), torch.ones(8, 6), Path(folder)
+    (a, b), place = operands(device), Path(folder)
     calls = {
-        "gather": lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=deadline),
+        "gather": lambda: gather(device, deadline, lacks=rank < world - 1),
         "sum": lambda: tsd.matmul_reduce_scatter(torch.ones(world, 8), b, form="fused", deadline=deadline),
         "moe": functools.partial(tsd.moe, *mixture(rank, world), form="fused", deadline=deadline),
     }
-    multiplies(rank, world)
+    multiplies(rank, world, device)
     if rank == world - 1:
         (place / "pid.new").write_text(str(os.getpid()))
         (place / "pid.new").replace(place / "pid")
@@ -219,7 +260,7 @@ def stops(rank, world, folder, deadline, op="gather"):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.002)
     begin = time.monotonic()
-    first = raised(calls[op])
+    first = error_of(device, calls[op])
     waited = time.monotonic() - begin
     (place / str(rank)).touch()
     if rank == 0:

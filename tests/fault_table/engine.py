@@ -41,6 +41,8 @@ class Fault(NamedTuple):
         The seconds that the call may wait: its deadline, or 0 if it ends without waiting.
     where
         ``cpu``, ``cuda`` or both.
+    on_gpus
+        ``ends`` and ``within`` on GPUs, where they are others.
     do
         Makes the fault. It may return how the call ended, where that happened in another process.
     """
@@ -52,7 +54,15 @@ class Fault(NamedTuple):
     within: float
     where: tuple[str, ...]
     is_slow: bool
+    on_gpus: tuple[str, float] | None
     do: Callable[[Place], str | None]
+
+    def on(self, device: str) -> Fault:
+        """The row as it is on ``device``."""
+        if device != "cuda" or self.on_gpus is None:
+            return self
+        ends, within = self.on_gpus
+        return self._replace(ends=ends, within=within)
 
 
 class Outcome(NamedTuple):
@@ -68,12 +78,12 @@ TABLE: list[Fault] = []
 
 def fault(
     part: str, name: str, does: str, ends: str = RIGHT, *, within: float = 0.0, where: tuple[str, ...] = ("cpu",),
-    is_slow: bool = False,
+    is_slow: bool = False, on_gpus: tuple[str, float] | None = None,
 ) -> Callable[[Callable[[Place], str | None]], Callable[[Place], str | None]]:  # fmt: skip
     """A function that makes a fault becomes a row of `TABLE`."""
 
     def add(do: Callable[[Place], str | None]) -> Callable[[Place], str | None]:
-        TABLE.append(Fault(part, name, does, ends, within, where, is_slow, do))
+        TABLE.append(Fault(part, name, does, ends, within, where, is_slow, on_gpus, do))
         return do
 
     return add
@@ -121,8 +131,8 @@ class Place:
         Of the fault alone.
     patch
         Undone before the next call.
-    pool
-        Gives the ranks (`pool.Pool`).
+    ranks
+        Of this device (`fault_table.ranks`).
     next
         The next call; `again` if a fault names none.
     """
@@ -130,7 +140,7 @@ class Place:
     device: str
     folder: Path
     patch: pytest.MonkeyPatch
-    pool: Callable[[], Any]
+    ranks: Any
     next: Callable[[], object] | None = None
     _clock: list[float] = field(default_factory=list)
 
@@ -279,6 +289,14 @@ def run(row: Fault, place: Place) -> Outcome:
         wrong.append(f"the next call: {type(error).__name__}: {error}")
     wrong += _left(threads, files)
     return Outcome(said, seconds, "; ".join(wrong))
+
+
+def params(device: str) -> Iterator[Any]:
+    """The rows of a device, as parameters of a test."""
+    for row in TABLE:
+        if device in row.where:
+            marks = [pytest.mark.slow] if row.is_slow else []
+            yield pytest.param(row, id=f"{row.part}: {row.name}", marks=marks)
 
 
 def _descriptors() -> set[str]:

@@ -1,21 +1,20 @@
 """Make every fault of the table once, and write down how each ended.
 
-    PYTHONPATH=src python -m fault_table.record [--device cuda] [--out DIR] [--only REGEX]     # from tests/
+    PYTHONPATH=src python -m fault_table.record [--out DIR] [--only REGEX]     # from tests/, on the CPU
 
 Writes DIR/<device>/faults.json (default: benchmarks/results), from which ``benchmarks/run.py report faults`` makes
-docs/faults.md. The exit status is 1 if a fault ended otherwise than its row says. On a GPU: a minute.
+docs/faults.md. The exit status is 1 if a fault ended otherwise than its row says. On GPUs the pass ``faults`` of
+tests/gpu/record.py writes it; ``--device cuda`` makes them without pytest.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,25 +26,32 @@ from benchmarks.core.paths import RESULTS
 from benchmarks.core.records import Record
 
 from fault_table import rows  # noqa: F401
-from fault_table.engine import TABLE, Place, run, use_folders
+from fault_table.engine import TABLE, Fault, Outcome, Place, run
+from fault_table.ranks import Ranks, ranks_of, why_not
 
 
-@contextlib.contextmanager
-def pool_of_ranks() -> Iterator[Callable[[], Any]]:
-    """Gives the ranks' pool, which is made at the first use."""
-    use_folders("distributed")
-    made: list[Any] = []
+def made(row: Fault, device: str, ranks: Ranks) -> Outcome:
+    """Make a fault in a folder of its own."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        place = Place(device, Path(folder), pytest.MonkeyPatch(), ranks)
+        if place.is_gpu and torch.cuda.is_available():
+            place.again()  # kernels are loaded when nothing waits
+        return run(row.on(device), place)
 
-    def pool() -> Any:
-        from pool import Pool
 
-        if not made:
-            made.append(Pool())
-        return made[0]
+def note(record: Record, row: Fault, outcome: Outcome) -> None:
+    """Add how a fault ended."""
+    about = {"part": row.part, "name": row.name, "does": row.does, "within": row.within}
+    if outcome.wrong:
+        record.fail(f"{row.part}: {row.name}: {outcome.wrong}")
+    record.add(about | {"ended": _shown(outcome.ended), "seconds": round(outcome.seconds, 4)})
 
-    yield pool
-    for one in made:
-        one.close()
+
+def leave_out(record: Record, why: str) -> None:
+    """Note a fault that this machine cannot make."""
+    record.data["missing"].append(why)
+    record.write()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,19 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     chosen = [row for row in TABLE if given.device in row.where and re.search(given.only, f"{row.part}: {row.name}")]
     record = Record("faults", given.out, cpu=given.device == "cpu")
-    with pool_of_ranks() as pool:
+    with ranks_of(given.device) as ranks:
         for row in chosen:
-            torch.manual_seed(0)
-            with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-                place = Place(given.device, Path(folder), pytest.MonkeyPatch(), pool)
-                if place.is_gpu:
-                    place.again()  # kernels are loaded when nothing waits
-                outcome = run(row, place)
-            about = {"part": row.part, "name": row.name, "does": row.does, "within": row.within}
-            record.add(about | {"ended": _shown(outcome.ended), "seconds": round(outcome.seconds, 4)})
-            if outcome.wrong:
-                record.fail(f"{row.part}: {row.name}: {outcome.wrong}")
-                record.write()
+            if why := why_not(row, given.device):
+                leave_out(record, why)
+                print(f"   left out  {why}", flush=True)
+                continue
+            outcome = made(row, given.device, ranks)
+            note(record, row.on(given.device), outcome)
             print(
                 f"{outcome.seconds:7.3f} s  {row.part}: {row.name}: {outcome.wrong or outcome.ended[:100]}", flush=True
             )

@@ -7,34 +7,58 @@ import re
 import pytest
 import torch
 
-from fault_table import rows  # noqa: F401
-from fault_table.engine import RIGHT, TABLE, Place, run
-from fault_table.record import pool_of_ranks
+from fault_table import record, rows  # noqa: F401
+from fault_table.engine import RIGHT, TABLE, Place, params, run
+from fault_table.ranks import Ranks, ranks_of, why_not
 
 
 @pytest.fixture(scope="module")
-def pool():
-    with pool_of_ranks() as made:
+def ranks():
+    with ranks_of("cpu") as made:
         yield made
 
 
-def params(device):
-    for row in TABLE:
-        if device in row.where:
-            marks = [pytest.mark.slow] if row.is_slow else []
-            yield pytest.param(row, id=f"{row.part}: {row.name}", marks=marks)
-
-
-def happens(row, device, folder, pool):
-    torch.manual_seed(0)
-    outcome = run(row, Place(device, folder, pytest.MonkeyPatch(), pool))
-    assert not outcome.wrong, outcome.wrong
+@pytest.fixture(scope="module")
+def two_ranks():
+    with ranks_of("cuda") as made:
+        yield made
 
 
 @pytest.mark.parametrize("row", list(params("cpu")))
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fault_on_the_cpu(row, tmp_path, pool):
-    happens(row, "cpu", tmp_path, pool)
+def test_a_fault_on_the_cpu(row, ranks):
+    outcome = record.made(row, "cpu", ranks)
+    assert not outcome.wrong, outcome.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pass faults of tests/gpu/record.py makes them on GPUs")
+@pytest.mark.parametrize("row", [one for one in params("cuda") if one.values[0].part == "ranks"])
+def test_the_steps_of_a_fault_of_two_gpus_over_gloo(row, two_ranks):
+    outcome = record.made(row, "cuda", two_ranks)
+    assert not outcome.wrong, outcome.wrong
+    assert two_ranks.world == 2
+
+
+def test_every_fault_of_ranks_is_made_on_gpus_too(monkeypatch):
+    """And left out by name where there is one."""
+    of_ranks = [row for row in TABLE if row.part == "ranks"]
+    assert {row.name for row in of_ranks} == {"late", "lost", "killed", "restarted", "stopped", "with other shapes"}
+    for count in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        for row in of_ranks:
+            assert row.where == ("cpu", "cuda")
+            assert why_not(row, "cpu") == ""
+            said = f"ranks: {row.name}: needs two GPUs, here is {count}" if count < 2 else ""
+            assert why_not(row, "cuda") == said
+        assert not any(why_not(row, "cuda") for row in TABLE if row.part != "ranks")
+
+
+def test_a_row_may_end_otherwise_on_gpus():
+    row = TABLE[0]._replace(ends="a", within=1.0, on_gpus=("b", 2.0))
+    assert (row.on("cpu").ends, row.on("cpu").within) == ("a", 1.0)
+    assert (row.on("cuda").ends, row.on("cuda").within) == ("b", 2.0)
+    assert row._replace(on_gpus=None).on("cuda").ends == "a"
 
 
 def test_the_table_is_whole():
@@ -54,7 +78,7 @@ def made(do, ends=RIGHT, **how):
 
 
 def place(tmp_path):
-    return Place("cpu", tmp_path, pytest.MonkeyPatch(), lambda: None)
+    return Place("cpu", tmp_path, pytest.MonkeyPatch(), Ranks("cpu"))
 
 
 def failing(error):

@@ -6,10 +6,12 @@ variables: COMMIT names the commit where the tree is a copy without history; JOB
 The record notes SAMPLE, and tests that LIMIT cut off.
 
 Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: a process a GPU;
-JOBS processes compile its kernels first), ``distributed`` (one process, whose ranks take the GPUs), ``sanitizers``,
-``others``, and ``blocking``: what arrives again, with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already
-in the record stays if it is of the same commit, machine and versions: so passes may be run by several commands, where a
-command's time is limited.
+JOBS processes compile its kernels first), ``distributed`` (one process, whose ranks take the GPUs), ``faults`` (the
+table of tests/fault_table, in one process; writes faults.json, too), ``sanitizers``, ``others``, and ``blocking``: what
+arrives again, with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already in the record stays if it is of the
+same commit, machine and versions: so passes may be run by several commands, where a command's time is limited.
+
+The record of faults lies beside RECORD.json where that is in a folder of its device, else in such a folder beside it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ FILES = {
     "attention": ("attention", "hopper_attention"),
     "alone": ("again", "arrival", "arrival_order", "copy_items", "experts", "gate", "demo"),
     "distributed": ("distributed", "repeats", "graph_ranks", "moe_ranks", "invariant_ranks"),
+    "faults": ("faults",),
     "sanitizers": ("consan", "sanitize"),
     "others": (),
     "blocking": ("arrival", "copy_items", "gate", "launches"),
@@ -160,6 +163,8 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
     environment = {**os.environ, "PYTHONHASHSEED": "0"}  # all collect the same tests in the same order
     if name == "blocking":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
+    if name == "faults" and sample == "1" and not arguments:  # the whole table
+        environment["FAULTS"] = str(faults_folder(target))
     counter, parts = target.with_suffix(f".{name}"), [target.with_suffix(f".{name}.{job}") for job in range(jobs)]
     counter.write_text("", encoding="utf-8")
     started = [
@@ -184,11 +189,22 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
     return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1), "sample": int(sample)}
 
 
+def faults_folder(target: Path) -> Path:
+    """The folder of a machine's records where RECORD.json lies in one of a device, else its own."""
+    sys.path.append(str(HERE.parents[1]))
+    from benchmarks.core.records import DEVICES
+
+    folder = target.absolute().parent
+    return folder.parent if folder.name in DEVICES else folder
+
+
 def _jobs(name: str) -> int:
     """How many processes share a pass."""
     import torch
 
-    return {"alone": torch.cuda.device_count(), "distributed": 1}.get(name) or int(os.environ.get("JOBS", "4"))
+    return {"alone": torch.cuda.device_count(), "distributed": 1, "faults": 1}.get(name) or int(
+        os.environ.get("JOBS", "4")
+    )
 
 
 def _device_of(job: int, jobs: int) -> dict[str, str]:
