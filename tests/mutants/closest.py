@@ -87,7 +87,8 @@ kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_p
 launch.gemm_arguments: plan/test_portable_plan.py kernels/portable/test_portable_gemm.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
 core.protocols.experts: kernels/portable/test_portable_experts.py tools/verify/test_recorded_sweeps.py
-distributed.graph_experts: kernels/portable/test_portable_experts.py distributed/test_moe_pushed.py
+distributed.graph_experts: native/test_native_mixtures.py kernels/portable/test_portable_experts.py
+ distributed/test_moe_pushed.py
 distributed.moe_plan: distributed/test_moe_plan.py distributed/test_moe.py
 distributed.moe_repeats: native/test_native_mixtures.py
 launch.portable.experts: kernels/portable/test_portable_experts.py
