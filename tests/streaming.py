@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -89,6 +89,23 @@ def threads_at_work() -> set[threading.Thread]:
 def workers_at_work() -> list[threading.Thread]:
     """The package's worker threads that serve a launch."""
     return [thread for thread in threads_at_work() if thread.name.startswith("tilestream-worker")]
+
+
+def rest(threads: Sequence[threading.Thread], seconds: float = 300.0) -> bool:
+    """Whether these threads come to take no CPU time for 0.2 s, in time. One that polls takes some each time."""
+
+    def spent() -> list[float]:
+        return [time.clock_gettime(time.pthread_getcpuclockid(one.ident)) for one in threads]
+
+    if not hasattr(time, "pthread_getcpuclockid"):
+        pytest.skip("no clock of a thread's CPU time here")
+    end, before = time.monotonic() + seconds, spent()
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        if before == (now := spent()):
+            return True
+        before = now
+    return False
 
 
 @contextlib.contextmanager

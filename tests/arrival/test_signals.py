@@ -13,7 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streaming import rest
 from tilestream.arrival import Arrival, Outcome, Signals
+from tilestream.arrival.signals import POLL_SECONDS
 
 LONG = 300.0  # a bound, never waited out by a test that passes
 
@@ -162,19 +164,42 @@ def test_a_raw_write_into_a_callers_words_is_seen_without_a_notification(by_torc
 
 
 class TestNoThreadSpins:
-    @pytest.mark.parametrize(("words", "most"), [(None, 0.1), ([0], 0.2)])
-    def test_four_waiters_take_next_to_no_cpu_time(self, words, most):
-        # A caller's own words are looked at every half millisecond: 4 x 600 looks. Spinning would be 0.3 s a core.
-        signals = Signals(1, words)
-        threads = [
-            threading.Thread(target=signals.wait, args=(0, 1, time.perf_counter() + 0.3, never)) for _ in range(4)
-        ]
-        cpu = time.process_time()
+    def test_four_waiters_take_no_cpu_time(self):
+        signals = Signals(1)
+        threads = [threading.Thread(target=signals.wait, args=(0, 1, soon(), never)) for _ in range(4)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-        assert time.process_time() - cpu < most
+        try:
+            assert rest(threads)
+        finally:
+            signals.set(0)
+            for thread in threads:
+                thread.join()
+
+    def test_a_callers_own_words_are_looked_at_after_pauses_that_double(self, monkeypatch):
+        signals, looks, pauses = Signals(1, [0]), [], []
+
+        class Bell:
+            """Counts what a waiter sleeps, and lets the time pass at once."""
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                return None
+
+            def wait(self, seconds):
+                pauses.append(seconds)
+
+        def over():
+            looks.append(1)
+            return len(looks) > 10
+
+        monkeypatch.setattr(signals, "_bell", Bell())
+        assert signals.wait(0, 1, soon(), over) is Outcome.OVER
+        first, most = POLL_SECONDS
+        assert pauses == [min(first * 2**look, most) for look in range(10)]
+        assert first >= 1e-4, "a waiter that spins takes a core"
 
     def test_a_wait_does_not_hold_the_bell(self):
         signals = Signals(2)

