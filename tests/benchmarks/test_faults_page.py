@@ -69,3 +69,16 @@ def test_runs_by_the_thousand_add_up(tmp_path):
     rows = [made[0], {**made[1], "seed": 7, "drifted": ["it grew"]}]
     (tmp_path / "cpu" / "soak.json").write_text(json.dumps({**about, "rows": rows}), encoding="utf-8")
     assert "| 0, 7 | nothing (memory of seed 7, mended at `abc`) |" in faults._many(tmp_path)[1]
+
+
+def test_the_records_have_as_many_launches_calls_and_files_as_the_page_is_to_show():
+    """A million launches on one GPU, 100,000 malformed calls, every parser; and nothing wrong in any."""
+    found = {(name, data["folder"]): data["rows"] for name, *_ in faults.MANY for data in map(
+        faults.load, faults.paths(RESULTS, f"{name}.json"))}  # fmt: skip
+    assert sum(row["launches"] for row in found["soak", "h100"]) >= 1_000_000
+    assert sum(row["calls"] for row in found["malformed", "cpu"]) >= 100_000
+    assert sum(row["files"] for row in found["parsers", "cpu"]) >= 10_000
+    for (_, device), rows in found.items():
+        assert not [one for row in rows for one in row["wrong"]]
+        assert not [one for row in rows if "mended" not in row for one in row.get("drifted", ())], device
+        assert len({row["seed"] for row in rows}) == len(rows), "a seed counts once"
