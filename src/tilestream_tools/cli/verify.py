@@ -19,7 +19,9 @@ PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def verify(
-    quick: Annotated[bool, typer.Option("--quick", help="Check a subset, in about 90 s of CPU time.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check a subset, in three to four minutes of CPU time.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: one a core.")] = None,
     model: Annotated[
         list[str] | None,

@@ -102,7 +102,7 @@ def run(
     Parameters
     ----------
     level
-        ``"quick"`` (about 90 s of one core) or ``"full"`` (minutes).
+        ``"quick"`` (three to four minutes of one core) or ``"full"`` (more).
     progress
         Called after each configuration with its result, the number of finished configurations, and the total.
     models
