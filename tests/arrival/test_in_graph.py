@@ -199,7 +199,7 @@ def signalled_early(patch: pytest.MonkeyPatch) -> None:
     @functools.lru_cache
     def early(*how, **more):
         (one,), done = made(*how, **more)
-        return (Sequence(8, sorted(one._operations, key=lambda x: isinstance(x, CopyIn))),), done
+        return landing.Prepared((Sequence(8, sorted(one._operations, key=lambda x: isinstance(x, CopyIn))),), done)
 
     patch.setattr(landing, "filling", early)
 

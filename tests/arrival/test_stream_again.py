@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import tilestream as ts
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tilestream.arrival import stream as streams
+from tilestream.runtime.sequence import Sequence
 
 ROWS, PER = 8, 2
 
@@ -79,6 +82,46 @@ def test_the_memory_is_known_to_torch_before_the_first_copy(cuda, monkeypatch):
     assert seen
     assert seen[0]
     again.wait()
+
+
+def steps_to_the_first_copy(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> int:
+    """Functions that Python calls until the driver is given the first operation."""
+    counted: list[str] = []
+    first: list[int] = []
+
+    def issue(sequence: Sequence, *values: int) -> None:
+        first.append(len(counted))
+        sequence.issue_rest(0, *values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "issue", issue)
+        patch.setattr(torch.Tensor, "is_pinned", lambda x: True)  # the fake's own steps are not counted
+        patch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+        sys.setprofile(lambda frame, event, argument: counted.append(event) if event in ("call", "c_call") else None)
+        try:
+            made = call()
+        finally:
+            sys.setprofile(None)
+        cuda.run()
+        del made
+    return first[0]
+
+
+def test_until_the_first_copy_it_takes_few_steps(cuda, monkeypatch):
+    """The link is idle meanwhile, so all that can be decided once a shape is."""
+    x = matrix(cuda)
+    kept = ts.stream_in(x, rows_per_chunk=PER)
+    ts.stream_in(x, rows_per_chunk=PER).wait()
+    kept.wait()
+    again = steps_to_the_first_copy(cuda, monkeypatch, kept.restart)
+    assert again <= 40
+    assert steps_to_the_first_copy(cuda, monkeypatch, lambda: ts.stream_in(x, rows_per_chunk=PER)) <= again
+    # More chunks are no more steps, and what was dropped while it is copied adds few.
+    long = matrix(cuda, rows=60)
+    held = [ts.stream_in(long, rows_per_chunk=1) for _ in range(3)]
+    cuda.run()
+    held.clear()
+    assert steps_to_the_first_copy(cuda, monkeypatch, lambda: ts.stream_in(long, rows_per_chunk=1)) <= again
 
 
 @pytest.mark.parametrize(

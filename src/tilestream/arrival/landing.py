@@ -132,11 +132,17 @@ class Landing:
         return True
 
 
+class Prepared(NamedTuple):
+    """The copies and signals of a filling, in order."""
+
+    sequences: tuple[Sequence, ...]
+    #: The number of operations up to each chunk's signal.
+    signalled: tuple[int, ...]
+
+
 @functools.lru_cache(maxsize=64)
-def filling(
-    chunks: Chunks, pivot: int, row_bytes: int, in_graph: bool = False
-) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
-    """The copies and signals of a filling, in order; and the number of operations up to each chunk's signal.
+def filling(chunks: Chunks, pivot: int, row_bytes: int, in_graph: bool = False) -> Prepared:
+    """The copies and signals of a filling.
 
     The slots are: the stream that the filling follows, the lane's stream, the addresses of destination, source and
     words, the epoch, and the lane's two events. A graph has neither lane nor events: it does not use the first slot and
@@ -155,7 +161,7 @@ def filling(
     if not in_graph:
         operations.append(Record(lane, landed))
     begins = range(0, len(operations), MOST_OPERATIONS)
-    return tuple(Sequence(8, operations[at : at + MOST_OPERATIONS]) for at in begins), tuple(signalled)
+    return Prepared(tuple(Sequence(8, operations[at : at + MOST_OPERATIONS]) for at in begins), tuple(signalled))
 
 
 class DeviceLanding(Landing):
@@ -164,21 +170,27 @@ class DeviceLanding(Landing):
     A signal that is issued after a copy is written when the copy is done. Neither takes an SM (invariant 10). The
     copies overwrite the tensor after the earlier work of the stream that was current at the filling's beginning.
 
-    ``is_pinned`` says whether ``host`` is pinned, if the caller has asked the driver; None: ask it.
+    ``prepared`` are the copies of ``host``, if it is known to be pinned and contiguous; None: ask the driver.
     """
 
     def __init__(
-        self, host: torch.Tensor, device: torch.device, lane: Lane, is_pinned: bool | None = None
+        self, host: torch.Tensor, device: torch.device, lane: Lane, prepared: Prepared | None = None
     ) -> None:  # fmt: skip
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 self.tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
+        elif prepared is not None:  # as the other, in a third of its time
+            self.tensor = torch.empty_like(host, device=device)
         else:
             self.tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
         self._device = device
         self._lane = lane
         self.stream = lane.stream
-        self._read(host, is_pinned)
+        self._prepared = prepared
+        if prepared is None:
+            self._read(host)
+        else:
+            self._host, self._is_pinned, self.in_place = host, True, True
         # The allocator reuses freed memory only after the copies into it (invariant 9).
         self.tensor.record_stream(self.stream)
 
@@ -188,9 +200,9 @@ class DeviceLanding(Landing):
             _keep(self._host, self._lane)
         self._read(host)
 
-    def _read(self, host: torch.Tensor, is_pinned: bool | None = None) -> None:
+    def _read(self, host: torch.Tensor) -> None:
         self._host = host
-        self._is_pinned = host.is_pinned() if is_pinned is None else is_pinned
+        self._is_pinned = host.is_pinned()
         #: Whether the driver copies the rows directly from the source, without torch.
         self.in_place = self._is_pinned and host.is_contiguous()
 
@@ -230,22 +242,22 @@ class DeviceLanding(Landing):
         with torch.inference_mode():
             self._places[begin:end].copy_(self._rows[begin:end], non_blocking=True)
 
-    def issue(self, chunks: Chunks, pivot: int, words: int, epoch: int) -> Ahead:
+    def issue(self, prepared: Prepared, words: int, epoch: int, behind: int) -> Ahead:
         """Issue all copies, and the signals of ``epoch`` to the words at address ``words``.
 
-        Nothing else precedes it that can follow it: the link is idle until the first copy.
+        Nothing else precedes it that can follow it: the link is idle until the first copy. ``behind`` is the handle of
+        the current stream.
         """
-        if any(one.device is None for one in _kept):
+        if _kept and any(one.device is None for one in _kept):
             _let_sources_go()  # by events of lanes, which this may record anew
-        lane, host, done = self._lane, self._host, 0
-        sequences, _ = filling(chunks, pivot, host.shape[-1] * host.element_size())
-        lane.behind = behind = torch._C._cuda_getCurrentRawStream(self._device.index)
+        lane, done = self._lane, 0
+        lane.behind = behind
         values = (
-            behind, lane.handle, self.tensor.data_ptr(), host.data_ptr(), words, epoch, lane.ready.handle,
+            behind, lane.handle, self.tensor.data_ptr(), self._host.data_ptr(), words, epoch, lane.ready.handle,
             lane.landed.handle,
         )  # fmt: skip
         try:
-            for sequence in sequences:
+            for sequence in prepared.sequences:
                 sequence.issue(*values)
                 done += len(sequence)
         except SequenceError as error:
@@ -258,13 +270,16 @@ class DeviceLanding(Landing):
         if not self.in_place:
             return False
         lane, signals = self._lane, cast("DeviceSignals", signals)
+        prepared = self._prepared
+        if prepared is None:
+            self._prepared = prepared = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
         if ahead is None:
             words = signals.begin_row(self.stream)
             with on_device(self._device):
-                ahead = self.issue(chunks, pivot, words, signals.epoch)
+                behind = torch._C._cuda_getCurrentRawStream(self._device.index)
+                ahead = self.issue(prepared, words, signals.epoch, behind)
         if ahead.error is not None:
-            _, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
-            count = bisect_right(signalled, ahead.done)
+            count = bisect_right(prepared.signalled, ahead.done)
             signals.end_row(
                 [(pivot + step) % chunks.count for step in range(count)], self.stream, event_on(self.stream)
             )
@@ -321,10 +336,10 @@ class DeviceLanding(Landing):
         alive.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        sequences, _ = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size(), in_graph=True)
+        prepared = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size(), in_graph=True)
         with on_device(self._device), signals.filling_in_graph() as words:
             keep(stream, self._host, self.tensor, words)
-            for sequence in sequences:
+            for sequence in prepared.sequences:
                 sequence.issue(
                     0, stream, self.tensor.data_ptr(), self._host.data_ptr(), words.data_ptr(), REPLAYED, 0, 0
                 )

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, final
 
 import torch
 
@@ -18,7 +18,7 @@ from tilestream.arrival import lanes, routed
 from tilestream.arrival.arrival import Arrival, as_device
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.filling import Filling, Issued, Order, countdown
-from tilestream.arrival.landing import Ahead, DeviceLanding, Landing
+from tilestream.arrival.landing import Ahead, DeviceLanding, Landing, Prepared, filling
 from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Source, file_source, iterator_source, pinned_source, row_count, tensor_source
 from tilestream.core.arguments import is_one_of, is_whole
@@ -26,6 +26,7 @@ from tilestream.core.chunks import LINK_BYTES, Chunks
 from tilestream.core.errors import kind_of
 from tilestream.core.groups import by_load
 from tilestream.core.schedule import MOST_QUEUES
+from tilestream.runtime import streams
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.streams import on_device
 
@@ -84,7 +85,7 @@ class Stream:
     def __init__(
         self, arrival: Arrival, source: Source, landing: Landing | None = None, by_kernel: bool = False,
         order: Order | None = None, route: Route | None = None, turned: bool = False, ahead: Ahead | None = None,
-        started: float | None = None,
+        started: float | None = None, chunks: Chunks | None = None,
     ) -> None:  # fmt: skip
         self._source, self._landing = source, landing or Landing(source.tensor)
         self._order, self._route = order, route
@@ -93,7 +94,7 @@ class Stream:
         arrival._signals.streamed = True
         self._memory = self.tensor.untyped_storage().data_ptr()
         self._self = weakref.ref(self)
-        self._chunks = arrival.chunks(row_count(self._landing.tensor))
+        self._chunks = chunks or arrival.chunks(row_count(self._landing.tensor))
         self._copies: KernelCopies | None = None
         if by_kernel and self.tensor.numel():
             self._copies = cast("DeviceLanding", self._landing).offer(self._chunks, arrival.pivot)
@@ -434,9 +435,11 @@ def stream_in(
     ...     y = ts.matmul(x, w)
     """
     alike = None
-    others = tensor, bounds, shape, dtype, direct
-    by_engine = isinstance(copies, str) and copies == "engine"
-    if type(source) is torch.Tensor and by_engine and all(one is None for one in others):
+    # Written out: the link is idle until the first copy, and each step here is a part of that time.
+    if (
+        type(source) is torch.Tensor and isinstance(copies, str) and copies == "engine" and tensor is None
+        and bounds is None and shape is None and dtype is None and direct is None
+    ):  # fmt: skip
         alike = _alike(source, rows_per_chunk, pivot, device)
         if alike is not None and (made_again := _again(alike, source)) is not None:
             return made_again
@@ -485,7 +488,8 @@ def stream_in(
         if alike is not None and not made.readers and of.is_contiguous():
             if len(_made) >= _MOST_MADE:
                 _made.clear()
-            _made[alike] = arrival, target
+            chunks = arrival.chunks(row_count(of))
+            _made[alike] = _Kind(arrival, target, chunks, filling(chunks, arrival.pivot, row_bytes))
         return onto(target, made, arrival, copies == "kernel")
     except BaseException:
         made.close()
@@ -500,19 +504,21 @@ def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool
 
 def _onto(
     device: torch.device, host: torch.Tensor, source_of: Callable[[], Source], chunked: Arrival, by_kernel: bool,
-    is_ahead: bool = False, **more: Any,
+    kind: _Kind | None = None, **more: Any,
 ) -> Stream:  # fmt: skip
-    """As `onto`, to the current device. ``is_ahead``: ``host`` is pinned and in one piece, and is copied at once."""
-    from tilestream.arrival.device import DeviceSignals
-
-    lane = lanes.take(chunked.num_chunks, device, torch._C._cuda_getCurrentRawStream(device.index))
+    """As `onto`, to the current device. ``kind``: a pinned ``host`` in one piece is of it, and is copied at once."""
+    behind = torch._C._cuda_getCurrentRawStream(device.index)
+    lane = lanes.take(chunked.num_chunks, device, behind)
     try:
-        landing = DeviceLanding(host, device, lane, is_ahead or None)
-        if is_ahead:
+        if kind is None:
+            landing = DeviceLanding(host, device, lane)
+        else:
+            landing = DeviceLanding(host, device, lane, kind.prepared)
             more["started"] = time.perf_counter()
-            more["ahead"] = landing.issue(
-                chunked.chunks(row_count(host)), chunked.pivot, lane.words.address, lane.epoch + 1
-            )
+            more["ahead"] = landing.issue(kind.prepared, lane.words.address, lane.epoch + 1, behind)
+            more["chunks"] = kind.chunks
+        from tilestream.arrival.device import DeviceSignals
+
         signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
     except BaseException:
         lanes.drop(lane)
@@ -523,8 +529,18 @@ def _onto(
 #: Shape and dtype of a pinned source; its rows of a chunk, pivot and device as they were given; the current device.
 _Alike = tuple[torch.Size, torch.dtype, int | None, int, str | torch.device | None, int]
 
-#: The chunks of streams of pinned tensors that were made, and the device. They are final, as what they depend on is.
-_made: dict[_Alike, tuple[Arrival, torch.device]] = {}
+
+class _Kind(NamedTuple):
+    """What streams of pinned tensors that are alike share. It is final, as what it depends on is."""
+
+    arrival: Arrival  # its signals are not used
+    device: torch.device
+    chunks: Chunks
+    prepared: Prepared
+
+
+#: The kinds of streams of pinned tensors that were made.
+_made: dict[_Alike, _Kind] = {}
 _MOST_MADE = 256
 
 
@@ -536,7 +552,7 @@ def _alike(source: torch.Tensor, rows_per_chunk: object, pivot: object, device: 
         or source.layout is not torch.strided or source.device.type != "cpu" or not torch.cuda.is_initialized()
     ):  # fmt: skip
         return None
-    return source.shape, source.dtype, rows_per_chunk, pivot, device, torch.cuda.current_device()  # type: ignore[return-value]
+    return source.shape, source.dtype, rows_per_chunk, pivot, device, streams.current_device()  # type: ignore[return-value]
 
 
 def _again(alike: _Alike, source: torch.Tensor) -> Stream | None:
@@ -547,13 +563,13 @@ def _again(alike: _Alike, source: torch.Tensor) -> Stream | None:
     found = _made.get(alike)
     if found is None:
         return None
-    chunked, device = found
+    device = found.device
     if (
         device.index != alike[-1] or not source.is_contiguous() or not source.is_pinned()
         or torch.cuda.is_current_stream_capturing()
     ):  # fmt: skip
         return None
-    return _onto(device, source, lambda: pinned_source(source), chunked, False, is_ahead=True)
+    return _onto(device, source, lambda: pinned_source(source), found.arrival, False, found)
 
 
 def target_of(op: str, source: Streamable, device: str | torch.device | None) -> torch.device:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -202,6 +203,7 @@ class Sequence:
             )
         self._calls = [_checked(number, slots, one) for number, one in enumerate(self._operations)]
         self._given = ctypes.c_uint64 * slots
+        self._pack = struct.Struct(f"={slots}Q").pack
         self._slots = slots
         self._library = library()
         self._native = self._made()
@@ -263,7 +265,11 @@ class Sequence:
         done = 0
         if self._native is not None:
             code = ctypes.c_int32()
-            done = self._issue(self._native, self._given(*values), 0, ctypes.addressof(code))
+            try:  # a quarter of the time of an array
+                given: object = self._pack(*values)
+            except struct.error:  # a value is negative or larger than 64 bits
+                given = self._given(*values)
+            done = self._issue(self._native, given, 0, ctypes.addressof(code))
         self.issue_rest(done, *values)
 
     def issue_rest(self, done: int, *values: int) -> None:
