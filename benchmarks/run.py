@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dry",
         action="store_true",
-        help="gemm, contention, distributed, attention transformers, arrival experts: on the CPU, with small extents",
+        help="gemm, contention, distributed, attention arrival and transformers, arrival experts: on the CPU, small",
     )
     made.add_argument("--name", help="name of the record, where a run measures a part of it")
     made.add_argument("--shapes", help="MxNxK,... instead of the section's own")

@@ -15,7 +15,7 @@ SECTIONS = {
         "a pinned tensor and its matmul beside the same by hand, two clocks",
         120,
     ),
-    "experts": Section("arrival.experts:experts", "experts in pinned memory, beside a copy and a matmul by hand", 60),
+    "experts": Section("arrival.experts:experts", "experts in pinned memory, beside a copy and a matmul by hand", 90),
     "chunk_cost": Section(
         "arrival.host_to_device:chunk_cost", "what a chunk costs the link, by what stands between two copies", 20
     ),

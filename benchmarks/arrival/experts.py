@@ -7,12 +7,15 @@ lengths fall as Zipf's. Where each expert's rows end is known on the GPU, as beh
     Copies of the active experts alone; our grouped matmul of what is there.
 ``by hand``
     The host reads the ends; for each active expert, most rows first, a copy, an event, and behind it a torch.mm.
+``by hand, ends known``
+    As it, by ends that the host has: nothing of it waits for the GPU.
 ``restarted``
     `Stream.restart` of a kept `stream_experts`, and a grouped matmul of it.
 ``streamed``
     `stream_experts` made anew, and a grouped matmul of it.
 
-Milliseconds by the host's clock, from an idle GPU to an idle GPU. With ``--dry`` on the CPU, with small extents.
+Milliseconds by two clocks: ``ms``, the host's, calls back to back; ``gpu_ms``, between two events behind a spin that
+hides the host, of all but ``by hand``, whose host waits for the GPU. With ``--dry`` on the CPU, with small extents.
 """
 
 from __future__ import annotations
@@ -25,14 +28,17 @@ import torch
 
 import tilestream as ts
 from benchmarks.core.session import Session
-from benchmarks.core.timing import interleave, medians
+from benchmarks.core.timing import HiddenLaunchClock, WallClock, both_clocks
 from tilestream_tools.sweep.check import errors
 
 #: Experts, and rows and columns of each.
 EXPERTS, DEPTH, COLUMNS = 64, 4096, 4096
 #: How many have rows, and how many rows each has in the mean.
 CASES = list(itertools.product((8, 16, 32, 64), (16, 256)))
-ROUNDS = 7
+#: Samples of each way by each clock, and calls of a sample as called.
+ROUNDS, MANY = 7, 3
+#: The ways whose host waits for the GPU: it cannot be ahead.
+WAITING = ("by hand",)
 
 
 def lengths(active: int, mean: int) -> list[int]:
@@ -62,9 +68,9 @@ class Problem:
         self.stream = ts.stream_experts(host.mT, self.ends)
         self.stream.wait()
 
-    def groups(self, by_load: bool = False) -> list[tuple[int, slice]]:
-        """Experts that have rows, and their rows, as the host reads them."""
-        ends = self.ends.tolist()
+    def groups(self, by_load: bool = False, known: bool = False) -> list[tuple[int, slice]]:
+        """Experts that have rows, and their rows; unless they are ``known``, the host reads the ends."""
+        ends = list(itertools.accumulate(self.sizes)) if known else self.ends.tolist()
         found = [(e, slice(b, t)) for e, (b, t) in enumerate(itertools.pairwise([0, *ends])) if b < t]
         return sorted(found, key=lambda one: one[1].start - one[1].stop) if by_load else found
 
@@ -86,13 +92,13 @@ class Problem:
         """Our product of what is there."""
         ts.grouped_mm(self.x, self.there.mT, self.ends, out=self.out)
 
-    def by_hand(self) -> None:
+    def by_hand(self, known: bool = False) -> None:
         """A copy, an event and a product an expert."""
         on_gpu = self.device == "cuda"
         if on_gpu:
             here = torch.cuda.current_stream()
             self.copies.wait_stream(here)
-        for e, rows in self.groups(by_load=True):
+        for e, rows in self.groups(by_load=True, known=known):
             if on_gpu:
                 with torch.cuda.stream(self.copies):
                     self.place[e].copy_(self.host[e], non_blocking=True)
@@ -114,7 +120,8 @@ class Problem:
     def ways(self) -> dict[str, Callable[[], object]]:
         """The ways by name."""
         return {
-            "copy": self.copy, "multiply": self.multiply, "by hand": self.by_hand, "restarted": self.restarted,
+            "copy": self.copy, "multiply": self.multiply, "by hand": self.by_hand,
+            "by hand, ends known": lambda: self.by_hand(known=True), "restarted": self.restarted,
             "streamed": self.streamed,
         }  # fmt: skip
 
@@ -129,8 +136,8 @@ class Problem:
         self.synchronize()
 
 
-def row(active: int, mean: int, host: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """A case, every way."""
+def row(active: int, mean: int, host: torch.Tensor, rounds: int, clock: Any) -> dict[str, Any]:
+    """A case, every way, by both clocks."""
     problem = Problem(active, mean, host)
     ways, exact, peer, wrong = problem.ways(), problem.exact(), problem.by_torch(), {}
     for name, issue in ways.items():
@@ -140,16 +147,17 @@ def row(active: int, mean: int, host: torch.Tensor, rounds: int) -> dict[str, An
             problem.synchronize()
             ts.check()
             wrong[name] = errors(problem.out, peer, exact)
-    waiting = {name: lambda issue=issue: (issue(), problem.synchronize()) for name, issue in ways.items()}
-    ms = medians(interleave(waiting, rounds=rounds, warmup=1, before=problem.before))
+    clocks = both_clocks(ways, clock, rounds=rounds, many=MANY, waiting=WAITING)
     ts.check()
-    larger = max(ms["copy"], ms["multiply"])
+    ms, gpu_ms = clocks["ms"], clocks["gpu_ms"]
+    larger, gpu_larger = (max(one["copy"], one["multiply"]) for one in (ms, gpu_ms))
     ours = ("restarted", "streamed")
     return {
         "what": f"{active} of {EXPERTS} experts, {mean} rows each",
         "active": active, "rows": sum(problem.sizes), "bytes": active * host[0].nbytes,
-        "ms": {name: round(value, 4) for name, value in ms.items()},
+        **{name: {way: round(value, 4) for way, value in of.items()} for name, of in clocks.items()},
         "of_larger": {name: round(ms[name] / larger, 4) for name in (*ours, "by hand")},
+        "gpu_of_larger": {name: round(gpu_ms[name] / gpu_larger, 4) for name in (*ours, "by hand, ends known")},
         "of_by_hand": {name: round(ms["by hand"] / ms[name], 4) for name in ours},
         "errors": wrong,
     }  # fmt: skip
@@ -163,4 +171,5 @@ def experts(session: Session) -> None:
     for matrix in host:
         matrix.copy_(torch.randn(columns, depth, generator=generator))
     record = session.record("stream_experts", rounds=ROUNDS)
-    session.rows(record, CASES, lambda case: row(*case, host, session.options.rounds or ROUNDS))
+    clock = WallClock() if session.dry else HiddenLaunchClock()
+    session.rows(record, CASES, lambda case: row(*case, host, session.options.rounds or ROUNDS, clock))

@@ -16,7 +16,8 @@
     ``restarted`` and ``by hand`` as a CUDA graph, replayed: each replay copies anew.
 
 Two clocks: ``ms``, the host's from an idle GPU to an idle GPU; ``gpu_ms``, between two events behind a spin that hides
-the host. ``host_us``: what the calls cost the host until they return, the GPU idle.
+the host. ``host_us``: what the calls cost the host until they return, the GPU idle; "to the first copy": until they
+issue the first copy. Meanwhile the link is idle.
 
 ``chunk_cost``: copies of one tensor in more and more chunks, with what may stand between two of them.
 """
@@ -168,6 +169,9 @@ class Problem:
                 begin = time.perf_counter()
                 kept = call()
                 samples[name].append(time.perf_counter() - begin)
+                if name in ("stream_in", "restart"):
+                    started = (self.stream if name == "restart" else kept).started
+                    samples.setdefault(f"{name}, to the first copy", []).append(started - begin)
                 torch.cuda.synchronize()
                 del kept
         return {name: round(1e6 * statistics.median(seconds), 1) for name, seconds in samples.items()}

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilestream as ts
 from benchmarks.core.records import Record, Row
 from benchmarks.core.session import Session
-from benchmarks.core.timing import HOPPER_PEAK, HiddenLaunchClock, WallClock, rates
+from benchmarks.core.timing import HOPPER_PEAK, HiddenLaunchClock, WallClock, both_clocks, rates
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.plan.attention_problem import AttentionProblem
@@ -120,7 +120,7 @@ def refuse_wrong(out: torch.Tensor, right: torch.Tensor) -> None:
 
 
 class Run(Session):
-    """A run of attention sections. A dry run, on the CPU, is of `transformers` alone."""
+    """A run of attention sections. A dry run, on the CPU, is of `arrival` and `transformers` alone."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
@@ -134,6 +134,11 @@ class Run(Session):
     def time(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
         """Milliseconds of each."""
         return self.clock.milliseconds(calls)
+
+    def both_clocks(self, calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+        """Milliseconds of each as called (``ms``), and with the host ahead (``gpu_ms``)."""
+        found = both_clocks(calls, self.clock, rounds=3 if self.dry else 11, many=2 if self.dry else 10)
+        return {clock: {name: round(ms, 3) for name, ms in of.items()} for clock, of in found.items()}
 
     def measure(self, section: str, shapes: Iterable[Shape], calls: Callable[[Shape], Calls],
                 record: str = "attention") -> None:  # fmt: skip

@@ -58,6 +58,33 @@ def interleave(
     return seconds
 
 
+def repeat(call: Call, many: int, synchronize: Call) -> None:
+    """``call`` so many times, one behind the other, and the end of the GPU's work."""
+    for _ in range(many):
+        call()
+    synchronize()
+
+
+def as_called(
+    functions: dict[str, Call], *, rounds: int, many: int, synchronize: Call = torch.cuda.synchronize
+) -> dict[str, float]:
+    """Milliseconds of a call as a program sees it: of one of ``many``, back to back, the host included; medians."""
+    repeated = {name: lambda call=call: repeat(call, many, synchronize) for name, call in functions.items()}
+    seconds = interleave(repeated, rounds=rounds, warmup=1, before=lambda _: synchronize())
+    return {name: ms / many for name, ms in medians(seconds).items()}
+
+
+def both_clocks(
+    functions: dict[str, Call], clock: Any, *, rounds: int, many: int, waiting: Sequence[str] = ()
+) -> dict[str, dict[str, float]]:
+    """``ms``: as called; ``gpu_ms``: by ``clock``, the host ahead, of all but those ``waiting`` for the GPU."""
+    ahead = {name: call for name, call in functions.items() if name not in waiting}
+    return {
+        "ms": as_called(functions, rounds=rounds, many=many, synchronize=clock.synchronize),
+        "gpu_ms": medians(clock.interleave(ahead, rounds=rounds, warmup=2).seconds),
+    }
+
+
 def medians(seconds: dict[str, list[float]], digits: int | None = None) -> dict[str, float]:
     """Milliseconds."""
     found = {name: statistics.median(samples) * 1e3 for name, samples in seconds.items()}

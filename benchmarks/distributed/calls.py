@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import tilestream as ts
 from benchmarks.core.session import Session
+from benchmarks.core.timing import repeat
 from benchmarks.distributed.all_gather import checked
 from benchmarks.distributed.ranks import (
     BF16,
@@ -151,9 +152,7 @@ def wall_us(call: Callable[[], Any]) -> float:
     """Of one of many calls, from idle to idle."""
     idle()
     begin, many = time.perf_counter(), _MANY if torch.cuda.is_available() else 2
-    for _ in range(many):
-        call()
-    synchronize()
+    repeat(call, many, synchronize)
     return (time.perf_counter() - begin) * 1e6 / many
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.core.records import Data, Row, records
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import cell, columns, incomplete, of, table
+from benchmarks.report.tables import by_clocks, cell, columns, incomplete, of, table
 from benchmarks.report.timelines import Timelines
 from tilestream.trace import LaunchTrace
 
@@ -65,22 +66,17 @@ def host_to_device(data: Data) -> list[str]:
             [1e3 * (ms[way] - goal) for ms, goal in zip(clocks, goals, strict=True)] for way in COMPARED
         ]  # fmt: skip
         times.append([
-            row["shape"], str(row["chunks"][0]), *(_both((ms[way] for ms in clocks), ".2f") for way in BY_HAND)
+            row["shape"], str(row["chunks"][0]), *(by_clocks((ms[way] for ms in clocks), ".2f") for way in BY_HAND)
         ])  # fmt: skip
         ratios.append([
-            row["shape"], *(_both(one, ".3f") for one in beside), _both(goals, ".2f"),
-            *(_both(one, "+.0f") for one in over),
+            row["shape"], *(by_clocks(one, ".3f") for one in beside), by_clocks(goals, ".2f"),
+            *(by_clocks(one, "+.0f") for one in over),
         ])  # fmt: skip
     heads = [f"{way} / {peer}" for way, peer in COMPARED.items()]
     return [
         said, table(["M x N x K", "chunks", *(f"{way}, ms" for way in BY_HAND)], times),
         table(["M x N x K", *heads, "the goal, ms", *(f"{way} - goal, us" for way in COMPARED)], ratios),
     ]  # fmt: skip
-
-
-def _both(values: Iterable[float], form: str) -> str:
-    """A figure by the host's clock, and by the GPU's."""
-    return " : ".join(format(value, form) for value in values)
 
 
 def chunk_cost(data: Data) -> list[str]:
@@ -108,7 +104,7 @@ def stream_copies(data: Data) -> list[str]:
 
 def stream_experts(data: Data) -> list[str]:
     """Experts of a mixture copied as they are multiplied, by how many have rows."""
-    rows = [row | {"of_copy": row["ms"]["restarted"] / row["ms"]["copy"]} for row in data["rows"]]
+    rows = data["rows"]
 
     def where(is_kept: Callable[[Row], bool]) -> str:
         """With how many active experts a goal is kept in all rows."""
@@ -120,13 +116,25 @@ def stream_experts(data: Data) -> list[str]:
     floor = where(lambda row: row["of_larger"]["restarted"] <= EXPERTS_OF_LARGER)
     faster = where(lambda row: row["of_by_hand"]["restarted"] >= EXPERTS_OF_BY_HAND)
     by_hand = [row["of_larger"]["by hand"] for row in rows]
-    ways = of("ms", ("copy", "multiply", "by hand", "restarted", "streamed"), ".2f", ", ms")
     goals = {"times": EXPERTS_OF_LARGER, "floor": floor, "gain": EXPERTS_OF_BY_HAND, "faster": faster}
     figures = {**goals, "low": min(by_hand), "high": max(by_hand)}
-    return [NOTES.of(data, "stream_experts", **figures), *incomplete(data), columns(rows, {
-        "active experts": "{active}", "rows": "{rows}", **ways, "restarted / copy": "{of_copy:.3f}",
-        "by hand / restarted": "{of_by_hand[restarted]:.3f}", "by hand / streamed": "{of_by_hand[streamed]:.3f}",
-    })]  # fmt: skip
+    ways = list(dict.fromkeys(way for row in rows for way in row["ms"]))
+    heads = ["active experts", "rows", *(f"{way}, ms" for way in ways), "restarted / copy", "by hand / restarted",
+             "by hand / streamed"]  # fmt: skip
+    lines = []
+    for row in rows:
+        clocks = [row[clock] for clock in ("ms", "gpu_ms") if clock in row]
+        lines.append([
+            str(row["active"]), str(row["rows"]), *(by_clocks((ms.get(way) for ms in clocks), ".2f") for way in ways),
+            by_clocks(ms["restarted"] / ms["copy"] for ms in clocks),
+            *(by_clocks(_times_of_by_hand(ms, way) for ms in clocks) for way in ("restarted", "streamed")),
+        ])  # fmt: skip
+    return [NOTES.of(data, "stream_experts", **figures), *incomplete(data), table(heads, lines)]
+
+
+def _times_of_by_hand(ms: dict[str, float], way: str) -> float:
+    """By hand / ``way``; with the host ahead by hand knows the ends."""
+    return ms.get("by hand", ms.get("by hand, ends known", math.nan)) / ms[way]
 
 
 def order(data: Data) -> list[str]:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.core.records import Data, Row, records
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import cell, cells, geomean, mask, table, where
+from benchmarks.report.tables import by_clocks, cell, cells, geomean, mask, table, where
 from benchmarks.report.timelines import Timelines
 from tilestream.trace import LaunchTrace
 
@@ -19,6 +19,8 @@ PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
 #: The record of models, and ours in it.
 MODELS = "attention_transformers"
 OURS = "tilestream"
+#: A column of keys that arrive: both together, by the longer of copy and attention.
+OVER = "over the larger"
 #: The columns of a table of 8 bits.
 NARROW = {"cudnn": "cuDNN, bfloat16", "hopper": "Hopper", "portable": "portable"}
 #: Ratios below this are explained.
@@ -224,6 +226,22 @@ def listed(what: str, key: str = "tflops", form: str = ".0f") -> Callable[[Data]
     return section
 
 
+def arriving(data: Data) -> list[str]:
+    """Keys that arrive, by both clocks; records of before have the GPU's alone."""
+    rows = rows_of(data, "arrival")
+    if not rows:
+        return []
+    ways = list(dict.fromkeys(way for row in rows for way in row["ms"] if way != OVER))
+    made = []
+    for row in rows:
+        clocks = [row[clock] for clock in ("ms", "gpu_ms") if clock in row]
+        over = row["over_larger"].values() if "over_larger" in row else [row["ms"].get(OVER)]
+        made.append([_shown(row, "arrival"), *(by_clocks((ms.get(way) for ms in clocks), "") for way in ways),
+                     by_clocks(over, "")])  # fmt: skip
+    whole = " whole" if data["stem"].endswith("whole") else ""
+    return [NOTES.of(data, f"arrival{whole}"), table(["", *ways, OVER], made)]
+
+
 def transformers(data: Data) -> list[str]:
     """Models by both clocks: ours beside eager, and beside the fastest of the other attentions."""
     rows = [row for row in data["rows"] if "model" in row]
@@ -317,7 +335,7 @@ def timeline(launch: LaunchTrace, record: str, picture: str) -> str:
 TIMELINES = Timelines("trace_attention", "attention_timeline", 140, timeline)
 SECTIONS: dict[str, Callable[[Data], list[str]]] = {
     "dense": dense, "heads": heads, "host": host, "split": listed("split", "us", ""),
-    "arrival": listed("arrival", "ms", ""), "neighbour": listed("neighbour", "share", ""), "lists": lists, "fp8": fp8,
+    "arrival": arriving, "neighbour": listed("neighbour", "share", ""), "lists": lists, "fp8": fp8,
     "groups": listed("groups"), "sizes": sizes, "variants": variants, "blocks": listed("blocks"),
     "transformers": transformers,
 }  # fmt: skip

@@ -86,6 +86,11 @@ def incomplete(data: Data) -> list[str]:
     return [" ".join(parts).replace("|", "/").replace("\n", " ")] if parts else []
 
 
+def by_clocks(values: Iterable[float | None], form: str = ".3f") -> str:
+    """A figure as called, and with the host ahead; ``-`` where there is none. One alone stands alone."""
+    return " : ".join(cell(value, form) for value in values)
+
+
 def verdict(ratio: float, band: Sequence[float]) -> str:
     """``won``, ``lost``, or ``even`` where 1 lies between the quartiles of the rounds' ratios."""
     low, high = band

@@ -1,13 +1,17 @@
-"""Inputs that arrive: the timeline of a replay, from what torch's profiler saw of it."""
+"""Inputs that arrive: experts by both clocks; the timeline of a replay, from what torch's profiler saw of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from benchmarks.arrival import experts
 from benchmarks.arrival.timeline import laid_over
+from benchmarks.core import timing
+from benchmarks.core.session import Session
 from benchmarks.distributed.ranks import Activity
 from benchmarks.report import arrival
+from benchmarks.run import options
 
 from tilestream.trace import LaunchTrace, Span, export
 
@@ -38,6 +42,35 @@ def test_chunks_come_in_the_pivots_order(launch: LaunchTrace) -> None:
     laid_over(launch, seen((104, 110), (110, 120), (120, 135)), count=3, pivot=1)
     assert [round(1e6 * (when - 5.0), 3) for when in launch.arrivals[0]] == [35, 10, 20]
     assert round(1e6 * (launch.started[0] - 5.0), 3) == 4
+
+
+def test_a_dry_run_of_experts_times_every_way_by_both_clocks(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "CASES", [(8, 16), (32, 16)])
+    session = Session(options("arrival", "experts", str(results), "--dry", "--rounds", "1", "--seconds", "300"))
+    experts.experts(session)
+    (record,) = session._records.values()
+    assert session.bad == 0
+    assert record.data["failures"] == record.data["missing"] == []
+    ways = {"copy", "multiply", "by hand", "by hand, ends known", "restarted", "streamed"}
+    for row in record.rows:
+        assert set(row["ms"]) == ways
+        assert set(row["gpu_ms"]) == ways - {"by hand"}, "its host waits for the GPU, and cannot be ahead"
+        assert set(row["errors"]) == ways - {"copy"}
+        assert min(*row["ms"].values(), *row["gpu_ms"].values()) > 0
+    text = "\n".join(arrival.page(results))
+    (line,) = [line for line in text.splitlines() if line.startswith("| 8 | 127 |")]
+    assert line.count(" : ") == 9, "every figure by both clocks"
+    assert " : - | " in line
+
+
+def test_a_call_as_called_is_one_of_many() -> None:
+    """Nothing waits for the GPU inside a sample, and its end is a part of it."""
+    done: list[str] = []
+    functions = {name: lambda name=name: done.append(name) for name in ("a", "b")}
+    found = timing.as_called(functions, rounds=2, many=3, synchronize=lambda: done.append("|"))
+    assert set(found) == {"a", "b"}
+    samples = "".join(done).strip("|").split("||")  # one before, and one that it ends with
+    assert sorted(samples) == ["aaa"] * 3 + ["bbb"] * 3
 
 
 def test_copies_that_are_not_seen_are_said_aloud(launch: LaunchTrace) -> None:

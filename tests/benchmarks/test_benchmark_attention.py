@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.attention import prefill
 from benchmarks.attention.bench import Run, Shape
 from benchmarks.core.records import Record
 from benchmarks.report import attention
@@ -42,6 +43,28 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(prefill, "host_microseconds", lambda calls, **_: (dict.fromkeys(calls, 1.0), {}))
     return prefill
+
+
+def test_a_dry_run_of_keys_that_arrive_has_both_clocks(results: Path) -> None:
+    session = Run(options("attention", "arrival", str(results), "--dry", "--seconds", "300"))
+    prefill.arrival(session)
+    (record,) = session._records.values()
+    assert session.bad == 0
+    ways = {"copy", "attention", "one after the other", "overlapped", "overlapped, tiles whole"}
+    assert len(record.rows) == 2
+    for row in record.rows:
+        assert set(row["ms"]) == set(row["gpu_ms"]) == ways
+        assert set(row["over_larger"]) == {"ms", "gpu_ms"}
+    text = "\n".join(attention.page(results))
+    (line,) = [line for line in text.splitlines() if line.startswith("| 32 x 256 in 4 chunks |")]
+    assert line.count(" : ") == len(ways) + 1
+
+
+def test_a_record_with_one_clock_is_rendered_as_it_is() -> None:
+    ms = {"copy": 2.5, "attention": 2.9, "overlapped": 5.1, "over the larger": 1.759}
+    data = {"rows": [{"name": "arrival 4 x 8 in 2 chunks", "ms": ms}], "stem": "attention_arrival", "device": "a GPU",
+            "torch": "2", "commit": "c", "date": "d"}  # fmt: skip
+    assert "| 4 x 8 in 2 chunks | 2.5 | 2.9 | 5.1 | 1.759 |" in "\n".join(attention.arriving(data))
 
 
 def test_sections_leave_rows_that_can_be_rendered(on_the_cpu, results: Path) -> None:

@@ -110,7 +110,7 @@ POLLING = {
         (arrival.host_to_device, BY_HAND, {"missing": [], "folder": "h100"}, "| s | 8 | 3.50 : 3.50 | 3.90 : 3.40 |"),
         (arrival.stream_experts, EXPERTS, {}, "the longer of copy and multiply with 8 active experts, and is 1.15 x"),
         (arrival.stream_experts, EXPERTS, {}, "by hand with no number of experts. By hand takes 1.200 to 1.200"),
-        (arrival.stream_experts, EXPERTS, {}, "| 8 | 100 | 5.00 | 0.20 | 6.00 | 5.20 | 5.50 | 1.040 | 1.140 | 1.090 |"),
+        (arrival.stream_experts, EXPERTS, {}, "| 8 | 100 | 5.00 | 0.20 | 6.00 | 5.20 | 5.50 | 1.040 | 1.154 | 1.091 |"),
         (reduce_scatter, SUM, {}, "No handshake was measured of this op: the floor is too low by it, and more was"),
         (reduce_scatter, SUM, {}, "No shape is behind"),
         (lost, GEMM | {"plan": "96 workers, 128x128 tiles"}, {"device": "H100"}, "what is known is of 128x96 tiles"),
