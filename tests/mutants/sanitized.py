@@ -23,6 +23,7 @@ SAYS = {
     "writes": "Buffer being accessed has outstanding writes",
     "pending": "Accessing buffer with pending access",
     "underflow": "Barrier arrive underflow",
+    "has not ended": "the launch has not ended",  # of the programs that launch, not of ConSan
 }
 
 
