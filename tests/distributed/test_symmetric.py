@@ -17,8 +17,10 @@ BF16 = torch.empty(2, 2, dtype=torch.bfloat16)
 GPU = torch.device("cuda", 0)
 
 
-def state(world=2, unreachable=""):
-    return types.SimpleNamespace(world=world, rank=0, unreachable=unreachable, host_flags=None)
+def state(world=2, unreachable="", backend="nccl"):
+    return types.SimpleNamespace(
+        world=world, rank=0, unreachable=unreachable, host_flags=None, backend=lambda device: backend
+    )
 
 
 @pytest.fixture
@@ -100,6 +102,7 @@ def test_reasons_that_are_known_without_messages(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert "torch.float32: operands of 16 and 8 bits" in symmetric.why_not(state(), BF16.float())
     assert symmetric.why_not(state(unreachable="2 hosts"), BF16) == "2 hosts"
+    assert "has no other ranks" in symmetric.why_not(state(backend="fake"), BF16), "it would wait for them"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not symmetric.why_not(state(), BF16)
     said = symmetric.why_not(state(), BF16, NONE_COUNTED)
@@ -124,7 +127,8 @@ def test_a_capture_is_asked_for_on_the_operands_device(monkeypatch, captured):
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[-1] == captured)
     x = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1), dtype=torch.bfloat16)
-    of = types.SimpleNamespace(agreed={b"a call"}, prepared=set(), unreachable="", rank=0, world=1)
+    of = state(world=1)
+    of.agreed, of.prepared = {b"a call"}, set()
     assert GroupState.capture(of, x) == 2 * captured
     assert ("is being captured" in symmetric.why_not(of, x, "a reason")) == bool(captured)
     compared = []

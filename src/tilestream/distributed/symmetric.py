@@ -39,6 +39,8 @@ def why_not(state: GroupState, x: torch.Tensor, uncounted: str = "") -> str:
     """
     if torch.version.hip is not None:
         return "symmetric memory's stream waits are CUDA's; on ROCm the group's own collective is used"
+    if state.backend(x.device.type) == "fake":
+        return "a fake group has no other ranks: its collectives are called, which move nothing"
     if x.dtype not in _DTYPES:
         return f"{x.dtype}: operands of 16 and 8 bits overlap on GPUs"
     if uncounted and is_capturing(x.device):
