@@ -46,9 +46,9 @@ def test_the_library_and_its_tests_grow_no_more():
     # operands where graphs run; of tests alone, those of the report in a browser, of pictures, of all mutants, two
     # Hopper kernels' whole texts in threads, compiled orders, worlds of 3 to 8 ranks, equal bits between GPUs, oracles
     # of the emulator, dry benchmarks of ranks, a cluster's instructions, sanitizers' cases of every kernel, faults of
-    # ranks on GPUs, and formats.
+    # ranks on GPUs, formats, and a runner of torch's own tests.
     assert lines_of(SRC / "tilestream") <= 55_400
-    assert lines_of(ROOT / "tests") <= 96_500
+    assert lines_of(ROOT / "tests") <= 97_100
 
 
 def test_the_demonstration_stays_an_example():
