@@ -69,7 +69,7 @@ def handed_over() -> tuple[HandOver, ...]:
     entries = gemm.gemm, grouped.grouped_gemm, grouped_sources.grouped_gemm_by_source, attention.attend
     for entry in (*entries, handover.handed):
         head = _head(entry)
-        # The line before is that of the branch that a kernel's warps may part in alone, or of the first of its branches.
+        # The line before is that of the branch that a kernel's warps may part in alone, or of the first branch.
         parts = _where(entry, "gl.warp_specialize(", 1) | _where(entry, "    if C.CTAS > 1:")
         found.append(HandOver(head, head | parts))
     return tuple(found)
