@@ -25,7 +25,7 @@ from benchmarks.core.records import folder_of, load
 from benchmarks.core.session import Session
 from benchmarks.core.timing import Call
 from benchmarks.gemm.board import COUNT, operands, peer
-from benchmarks.gemm.draw import PUBLISHED, Draw, draws
+from benchmarks.gemm.draw import PUBLISHED, Draw, draws, one_named
 
 SHAPES = "256x4096x14336,64x10240x8192,256x10240x8192,256x57344x8192,1x28672x4096,16x28672x4096"
 #: What ``--shapes`` is for the worst problems of the boards; how many of each these are, and below which ratio.
@@ -53,10 +53,7 @@ _SCALES = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "nsecond": 1e-3, "usecond": 1.0, "m
 
 def named(name: str) -> Draw:
     """A problem by name: ``"MxNxK"``, a Linear's in bfloat16; or a board's: seed, how many, and which: "1:200:17"."""
-    if "x" in name:
-        return Draw(*map(int, name.split("x")))
-    seed, count, number = map(int, name.split(":"))
-    return draws(seed, count)[number]
+    return one_named(name, draws)
 
 
 def worst(folders: Iterable[Path]) -> list[str]:

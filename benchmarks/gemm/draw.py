@@ -199,6 +199,14 @@ def draws(seed: int, count: int) -> list[Draw]:
     return list(found)
 
 
+def one_named(name: str, drawn: Callable[[int, int], list[Draw]]) -> Draw:
+    """A problem by name: ``"MxNxK"``, a Linear's in bfloat16; or of ``drawn``: seed, count, number: ``"1:200:17"``."""
+    if "x" in name:
+        return Draw(*map(int, name.split("x")))
+    seed, count, number = map(int, name.split(":"))
+    return drawn(seed, count)[number]
+
+
 def _endless(chance: random.Random) -> Iterator[Draw]:
     while True:
         # Drawn in one order whatever is used of it, so that a rule that changes one problem leaves the others.

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gemm.bench import Bench, Row, every_plan, rounded
 from benchmarks.gemm.board import checked, operands, peer, tell
-from benchmarks.gemm.draw import Draw, fit_draws, small_draws
+from benchmarks.gemm.draw import Draw, fit_draws, one_named, small_draws
 from benchmarks.gemm.plans import key_of, planned
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import refuse_impossible
@@ -52,15 +52,9 @@ def named(names: Iterable[str]) -> list[Draw]:
 
     ``"MxNxK"``; or a seed, how many it draws, and the number of one of them: ``"1:64:0"``, and ``"small:1:64:0"``.
     """
-    found = []
-    for name in names:
-        if "x" in name:
-            found.append(Draw(*map(int, name.split("x"))))
-        else:
-            seed, count, number = map(int, name.removeprefix(SMALL).split(":"))
-            drawn = small_draws if name.startswith(SMALL) else fit_draws
-            found.append(drawn(seed, count)[number])
-    return found
+    return [
+        one_named(name.removeprefix(SMALL), small_draws if name.startswith(SMALL) else fit_draws) for name in names
+    ]  # fmt: skip
 
 
 def candidates(problem: Draw, device: str | DeviceProperties, within: float) -> list[Any]:
